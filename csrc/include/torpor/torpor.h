@@ -1,0 +1,162 @@
+/* torpor's native core: regions of device memory whose physical pages can go and come back under fixed addresses.
+ *
+ * Plain C. Handles are opaque and owned by the caller; every function that can fail returns a tp_status and, where `err` is not
+ * NULL, fills it. Nothing here exits, throws across the boundary, prints, or keeps a pointer to the caller's memory after it
+ * returns. All functions may be called from any thread; one device serialises its structural calls (create, map, unmap, destroy),
+ * copies and hashes run beside each other. Sizes and addresses are bytes.
+ */
+#ifndef TORPOR_TORPOR_H
+#define TORPOR_TORPOR_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TP_ABI_VERSION 1
+
+typedef enum tp_status {
+  TP_OK = 0,
+  TP_INVALID = 1,       /* an argument is wrong: the caller's bug */
+  TP_STATE = 2,         /* the object is not in a state for this call */
+  TP_DEVICE_MEMORY = 3, /* not enough device memory; bytes_needed, bytes_free */
+  TP_HOST_MEMORY = 4,   /* not enough host memory for an arena; bytes_needed, bytes_free */
+  TP_DRIVER = 5,        /* a driver call failed; op and code */
+  TP_UNSUPPORTED = 6,   /* this driver or machine cannot do it */
+  TP_INTERNAL = 7       /* our bug */
+} tp_status;
+
+typedef enum tp_op { /* driver calls, the points where faults can be injected */
+  TP_OP_RESERVE = 0,
+  TP_OP_FREE_ADDRESS = 1,
+  TP_OP_CREATE = 2,
+  TP_OP_RELEASE = 3,
+  TP_OP_MAP = 4,
+  TP_OP_SET_ACCESS = 5,
+  TP_OP_UNMAP = 6,
+  TP_OP_EXPORT = 7,
+  TP_OP_IMPORT = 8,
+  TP_OP_COPY = 9,
+  TP_OP_HASH = 10,
+  TP_OP_COMMIT = 11, /* host memory of an arena */
+  TP_OP_COUNT = 12
+} tp_op;
+
+typedef struct tp_error {
+  int32_t status; /* tp_status */
+  int32_t op;     /* tp_op, or -1 */
+  int64_t code;   /* the driver's own code: an errno on `host`, a CUresult on `cuda` */
+  uint64_t bytes_needed;
+  uint64_t bytes_free;
+  char message[256];
+} tp_error;
+
+typedef struct tp_device tp_device;
+typedef struct tp_region tp_region;
+typedef struct tp_import tp_import;
+typedef struct tp_arena tp_arena;
+
+int32_t tp_abi_version(void);
+
+/* ---- devices ------------------------------------------------------------------------------------------------------------ */
+#define TP_DEVICE_FAULTS 1u /* wrap the driver in the fault-injecting one */
+
+/* driver: "host" or "cuda". TP_UNSUPPORTED (with the reason) where the driver cannot be loaded. */
+tp_status tp_device_open(const char *driver, int32_t ordinal, uint32_t flags, tp_device **out, tp_error *err);
+/* Fails with TP_STATE while regions, imports or arenas of it live. */
+tp_status tp_device_close(tp_device *device, tp_error *err);
+
+typedef struct tp_device_stats {
+  uint64_t granularity;   /* smallest extent */
+  uint64_t live_regions, live_extents, live_imports, live_arenas;
+  uint64_t reserved_bytes; /* address space of regions and imports */
+  uint64_t mapped_bytes;   /* physical memory mapped in regions */
+  uint64_t condemned_bytes;/* unmapped, but the driver refused to release it; the next unmap of the region retries */
+  uint64_t imported_bytes;
+  uint64_t committed_bytes;/* host memory of arenas */
+} tp_device_stats;
+tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out, tp_error *err);
+
+/* Faults: the nth call of op from now on (1 is the next) fails with TP_DRIVER, or with TP_DEVICE_MEMORY for CREATE and
+ * TP_HOST_MEMORY for COMMIT, and so do the count-1 calls after it. TP_UNSUPPORTED without TP_DEVICE_FAULTS. */
+tp_status tp_fault_arm(tp_device *device, tp_op op, uint64_t nth, uint64_t count, tp_error *err);
+tp_status tp_fault_clear(tp_device *device, tp_error *err);
+tp_status tp_fault_calls(tp_device *device, tp_op op, uint64_t *calls, tp_error *err); /* calls seen since open */
+
+/* ---- regions ------------------------------------------------------------------------------------------------------------ */
+#define TP_REGION_EXPORTABLE 1u /* its extents can be exported as file descriptors */
+#define TP_REGION_GUARDED 2u    /* P4: while asleep the range is zero pages (reads give zeros, writes go nowhere), never a hole.
+                                   `cuda` has no such pages: there an access faults */
+
+/* Reserves and maps. bytes and extent_bytes are rounded up to the granularity; the last extent may be shorter. On failure nothing
+ * is left. */
+tp_status tp_region_create(tp_device *device, uint64_t bytes, uint64_t extent_bytes, uint32_t flags, const char *name,
+                           tp_region **out, tp_error *err);
+/* Unmaps if mapped, releases, frees the addresses. After a failure the region is still there and the call can be retried. */
+tp_status tp_region_destroy(tp_region *region, tp_error *err);
+
+typedef struct tp_region_stats {
+  uint64_t address, bytes, extent_bytes;
+  uint64_t extents; /* how many it has when mapped */
+  int32_t mapped;   /* 1: every extent is mapped. 0: none is. There is no third state. */
+  uint64_t condemned_bytes;
+} tp_region_stats;
+tp_status tp_region_get_stats(tp_region *region, tp_region_stats *out, tp_error *err);
+
+/* Takes the physical memory of n regions away. Regions already unmapped are passed over (their condemned extents are retried).
+ * *done counts the regions that are unmapped when the call returns; after a failure the rest are still mapped and whole. */
+tp_status tp_regions_unmap(tp_region *const *regions, uint64_t n, uint64_t *done, tp_error *err);
+/* Creates everything for all n regions before it maps any (M5); after a failure none of them has changed. Content is undefined
+ * (zeros on `host`). Regions already mapped are passed over. */
+tp_status tp_regions_map(tp_region *const *regions, uint64_t n, tp_error *err);
+
+#define TP_EXTENT_RDMA 1u /* a network card can be given access to it */
+
+typedef struct tp_extent {
+  uint64_t bytes;
+  uint64_t device_id, inode; /* `host`: st_dev and st_ino of the memfd, which /proc shows; 0 on `cuda` */
+  uint64_t flags;            /* TP_EXTENT_ */
+} tp_extent;
+/* Fills at most cap; *n is how many there are (0 while asleep). */
+tp_status tp_region_extents(tp_region *region, tp_extent *out, uint64_t cap, uint64_t *n, tp_error *err);
+/* New file descriptors (close-on-exec), the caller closes them. TP_STATE while asleep. */
+tp_status tp_region_export(tp_region *region, int32_t *fds, uint64_t cap, uint64_t *n, tp_error *err);
+
+/* Maps extents exported by another process one after another into one range. The descriptors stay the caller's. */
+tp_status tp_import_open(tp_device *device, const int32_t *fds, const uint64_t *sizes, uint64_t n, int32_t writable,
+                         tp_import **out, uint64_t *address, tp_error *err);
+tp_status tp_import_close(tp_import *import_, tp_error *err);
+
+/* ---- copies and hashes --------------------------------------------------------------------------------------------------- */
+typedef enum tp_copy_kind { TP_COPY_TO_HOST = 0, TP_COPY_TO_DEVICE = 1, TP_COPY_DEVICE = 2 } tp_copy_kind;
+typedef struct tp_span {
+  uint64_t dst, src, bytes;
+} tp_span;
+/* Blocks until every span is copied. threads: how many copy at once (0: one). `cuda` uses several streams, which wait for nobody: the
+ * caller's own work on that memory must have ended. TP_STATE, with nothing copied, when a span touches memory of this device that is
+ * asleep or not committed; unmap and its like wait for copies and hashes in progress. A copy that fails may have copied a part. */
+tp_status tp_copy(tp_device *device, tp_copy_kind kind, const tp_span *spans, uint64_t n, uint32_t threads, tp_error *err);
+/* dst[dst_ids[i]] = src[src_ids[i]] for blocks of block_bytes. */
+tp_status tp_copy_blocks(tp_device *device, uint64_t dst, uint64_t src, uint64_t block_bytes, const uint64_t *dst_ids,
+                         const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err);
+/* One 64-bit hash per chunk of chunk_bytes (the last may be shorter) of memory that lies where `on_host` says. The same bytes
+ * have the same hash on every driver and on the host. chunk_bytes: a multiple of 8. Not cryptographic; defined in src/hash.h. */
+tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes, uint64_t chunk_bytes, int32_t on_host, uint64_t *out,
+                  uint32_t threads, tp_error *err);
+
+/* ---- host arenas --------------------------------------------------------------------------------------------------------- */
+/* Address space for host images; costs no memory until committed. */
+tp_status tp_arena_create(tp_device *device, uint64_t bytes, tp_arena **out, uint64_t *address, tp_error *err);
+tp_status tp_arena_destroy(tp_arena *arena, tp_error *err);
+/* Backs the whole pages around [offset, offset + bytes) with memory, page-locked where the driver wants that, huge pages where the kernel gives them.
+ * TP_HOST_MEMORY, with nothing changed, when the machine or its cgroup has not enough free. Committed ranges are passed over. */
+tp_status tp_arena_commit(tp_arena *arena, uint64_t offset, uint64_t bytes, uint32_t threads, tp_error *err);
+/* Gives the memory of the whole pages inside the range back; they read as zeros if they are committed again. */
+tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_t bytes, tp_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

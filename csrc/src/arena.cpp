@@ -1,0 +1,135 @@
+#include "arena.h"
+
+#include <algorithm>
+
+#include "host_pages.h"
+
+namespace torpor {
+
+void RangeSet::add(Range range) {
+  Address start = range.address, end = range.end();
+  auto next = ranges_.upper_bound(start);
+  if (next != ranges_.begin() && std::prev(next)->second >= start) --next;
+  while (next != ranges_.end() && next->first <= end) {
+    start = std::min(start, next->first);
+    end = std::max(end, next->second);
+    next = ranges_.erase(next);
+  }
+  ranges_[start] = end;
+}
+
+void RangeSet::remove(Range range) {
+  for (const Range &part : present(range)) {
+    const auto found = std::prev(ranges_.upper_bound(part.address));
+    const Address start = found->first, end = found->second;
+    ranges_.erase(found);
+    if (start < part.address) ranges_[start] = part.address;
+    if (part.end() < end) ranges_[part.end()] = end;
+  }
+}
+
+std::vector<Range> RangeSet::present(Range range) const {
+  std::vector<Range> parts;
+  auto next = ranges_.upper_bound(range.address);
+  if (next != ranges_.begin()) --next;
+  for (; next != ranges_.end() && next->first < range.end(); ++next) {
+    const Address from = std::max(next->first, range.address), to = std::min(next->second, range.end());
+    if (from < to) parts.push_back({from, to - from});
+  }
+  return parts;
+}
+
+std::vector<Range> RangeSet::missing(Range range) const {
+  std::vector<Range> gaps;
+  Address from = range.address;
+  for (const Range &part : present(range)) {
+    if (part.address > from) gaps.push_back({from, part.address - from});
+    from = part.end();
+  }
+  if (from < range.end()) gaps.push_back({from, range.end() - from});
+  return gaps;
+}
+
+Arena::Arena(Device &device, uint64_t bytes) : device_(device) {
+  const uint64_t page = host::page_size();
+  if (bytes == 0 || bytes > UINT64_MAX / 2) throw Error::invalid("an arena of " + std::to_string(bytes) + " bytes");
+  range_ = host::reserve((bytes + page - 1) / page * page);
+  device.access.add(entry_, range_);
+  device.access.open(entry_);
+  ++device.counters.arenas;
+}
+
+Arena::~Arena() {
+  device_.access.remove(entry_);
+  --device_.counters.arenas;
+}
+
+Range Arena::inside(uint64_t offset, uint64_t bytes) const {
+  if (offset > range_.bytes || bytes > range_.bytes - offset) {
+    throw Error::invalid("[" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") is not inside an arena of " +
+                         std::to_string(range_.bytes) + " bytes");
+  }
+  return {range_.address + offset, bytes};
+}
+
+void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
+  const Range asked = inside(offset, bytes);
+  const uint64_t page = host::page_size();
+  const Address start = asked.address / page * page, end = (asked.end() + page - 1) / page * page;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::vector<Range> gaps = entry_.committed.missing({start, end - start});
+  size_t done = 0;
+  try {
+    for (; done < gaps.size(); ++done) device_.driver().commit(gaps[done], std::max(threads, 1u));
+  } catch (...) {
+    // Nobody has seen these pages yet. What cannot be given back is kept as committed, so that it is counted and tried again.
+    for (size_t i = 0; i < done; ++i) {
+      try {
+        device_.driver().decommit(gaps[i]);
+      } catch (const Error &) {
+        device_.access.change([&] { entry_.committed.add(gaps[i]); });
+        device_.counters.committed_bytes += gaps[i].bytes;
+      }
+    }
+    throw;
+  }
+  for (const Range &gap : gaps) {
+    device_.access.change([&] { entry_.committed.add(gap); });
+    device_.counters.committed_bytes += gap.bytes;
+  }
+}
+
+void Arena::decommit_locked(Range range) {
+  if (range.bytes == 0) return;
+  // Copies may use other parts meanwhile, but telling them apart is not worth its price: wait for all.
+  const Closing closing(device_.access, entry_);
+  for (const Range &part : entry_.committed.present(range)) {
+    device_.driver().decommit(part);
+    device_.access.change([&] { entry_.committed.remove(part); });
+    device_.counters.committed_bytes -= part.bytes;
+  }
+}
+
+void Arena::decommit(uint64_t offset, uint64_t bytes) {
+  const Range asked = inside(offset, bytes);
+  const uint64_t page = host::page_size();
+  // Only whole pages: a page at the edge may hold a neighbour's bytes.
+  const Address start = (asked.address + page - 1) / page * page, end = asked.end() / page * page;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (start < end) decommit_locked({start, end - start});
+}
+
+void Arena::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  decommit_locked(range_);
+  device_.access.remove(entry_);
+  try {
+    host::free_address(range_);
+  } catch (...) {
+    device_.access.add(entry_, range_);
+    device_.access.open(entry_);
+    throw;
+  }
+}
+
+}  // namespace torpor

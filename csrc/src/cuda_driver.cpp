@@ -1,0 +1,209 @@
+#include "cuda_driver.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+
+#include "cuda_host.h"
+#include "cuda_table.h"
+#include "hash.h"
+#include "host_pages.h"
+#include "parallel.h"
+
+namespace torpor {
+namespace {
+
+using namespace cuda;
+
+constexpr uint64_t kCopyPiece = uint64_t{32} << 20;
+
+class CudaDriver final : public Driver {
+ public:
+  explicit CudaDriver(int32_t ordinal) : context_(ordinal), lanes_(context_) {
+    if (context_.attribute(kAttributeVmm) == 0) throw Error::unsupported("the CUDA device has no virtual memory management");
+    exports_ = context_.attribute(kAttributePosixFd) != 0;
+    rdma_ = context_.attribute(kAttributeRdmaVmm) != 0;
+    const CUmemAllocationProp prop = properties(exports_);
+    size_t granularity = 0;
+    check(cu_.cuMemGetAllocationGranularity(&granularity, &prop, kGranularityMinimum), kNoOp, "cuMemGetAllocationGranularity");
+    granularity_ = granularity;
+  }
+
+  uint64_t granularity() const override { return granularity_; }
+
+  Address reserve(uint64_t bytes) override {
+    const Context::Scope scope(context_, TP_OP_RESERVE);
+    CUdeviceptr at = 0;
+    check(cu_.cuMemAddressReserve(&at, bytes, granularity_, 0, 0), TP_OP_RESERVE, "cuMemAddressReserve");
+    return at;
+  }
+
+  void free_address(Range range) override {
+    const Context::Scope scope(context_, TP_OP_FREE_ADDRESS);
+    check(cu_.cuMemAddressFree(range.address, range.bytes), TP_OP_FREE_ADDRESS, "cuMemAddressFree");
+  }
+
+  // Only creating tells: what others released a moment ago may not be counted as free yet.
+  void admit(uint64_t) override {}
+
+  uint64_t free_bytes() override {
+    const Context::Scope scope(context_);
+    size_t free = 0, total = 0;
+    check(cu_.cuMemGetInfo_v2(&free, &total), kNoOp, "cuMemGetInfo");
+    return free;
+  }
+
+  // The driver takes one at a time.
+  uint32_t concurrency(uint64_t) const override { return 1; }
+
+  Physical create(uint64_t bytes, bool exportable) override {
+    if (exportable && !exports_) throw Error::unsupported("the CUDA device cannot export memory as file descriptors");
+    const Context::Scope scope(context_, TP_OP_CREATE);
+    const CUmemAllocationProp prop = properties(exportable);
+    CUmemGenericAllocationHandle handle = 0;
+    check(cu_.cuMemCreate(&handle, bytes, &prop, 0), TP_OP_CREATE, "cuMemCreate");
+    Physical physical{handle, bytes, 0, 0, false};
+    // Asked for is not granted: the driver may hand out memory without it, and says so only here.
+    CUmemAllocationProp given{};
+    const CUresult asked = cu_.cuMemGetAllocationPropertiesFromHandle(&given, handle);
+    physical.rdma = asked == kSuccess && given.allocFlags.gpuDirectRDMACapable != 0;
+    return physical;
+  }
+
+  void release(const Physical &physical) override {
+    const Context::Scope scope(context_, TP_OP_RELEASE);
+    check(cu_.cuMemRelease(physical.handle), TP_OP_RELEASE, "cuMemRelease");
+  }
+
+  void map(Address address, const Physical &physical, bool) override {
+    const Context::Scope scope(context_, TP_OP_MAP);
+    check(cu_.cuMemMap(address, physical.bytes, 0, physical.handle, 0), TP_OP_MAP, "cuMemMap");
+  }
+
+  void set_access(Range range, bool writable) override {
+    const Context::Scope scope(context_, TP_OP_SET_ACCESS);
+    const CUmemAccessDesc access{{kLocationDevice, context_.device()}, writable ? kAccessReadWrite : kAccessRead};
+    check(cu_.cuMemSetAccess(range.address, range.bytes, &access, 1), TP_OP_SET_ACCESS, "cuMemSetAccess");
+  }
+
+  // The device has no zero pages to guard with: an access to a range that sleeps faults.
+  void unmap(Range range, Vacancy) override {
+    const Context::Scope scope(context_, TP_OP_UNMAP);
+    check(cu_.cuMemUnmap(range.address, range.bytes), TP_OP_UNMAP, "cuMemUnmap");
+  }
+
+  int export_fd(const Physical &physical) override {
+    const Context::Scope scope(context_, TP_OP_EXPORT);
+    int fd = -1;
+    check(cu_.cuMemExportToShareableHandle(&fd, physical.handle, kHandlePosixFd, 0), TP_OP_EXPORT, "cuMemExportToShareableHandle");
+    if (fcntl(fd, F_SETFD, FD_CLOEXEC) == 0) return fd;
+    const int failed = errno;
+    close(fd);
+    throw Error::system(TP_OP_EXPORT, failed, "setting close-on-exec");
+  }
+
+  Physical import_fd(int fd, uint64_t bytes) override {
+    const Context::Scope scope(context_, TP_OP_IMPORT);
+    CUmemGenericAllocationHandle handle = 0;
+    void *shareable = reinterpret_cast<void *>(static_cast<intptr_t>(fd));
+    check(cu_.cuMemImportFromShareableHandle(&handle, shareable, kHandlePosixFd), TP_OP_IMPORT, "cuMemImportFromShareableHandle");
+    return {handle, bytes, 0, 0, false};
+  }
+
+  void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override {
+    const Context::Scope scope(context_, TP_OP_COPY);
+    std::deque<Lanes::Lease> leases;
+    for (uint32_t i = 0; i < std::min(threads, kMaxStreams); ++i) leases.emplace_back(lanes_, false, TP_OP_COPY);
+    size_t next = 0;
+    for (tp_span span : spans) {
+      while (span.bytes > 0) {
+        const uint64_t bytes = std::min(span.bytes, kCopyPiece);
+        enqueue(kind, {span.dst, span.src, bytes}, leases[next++ % leases.size()].lane.stream);
+        span = {span.dst + bytes, span.src + bytes, span.bytes - bytes};
+      }
+    }
+    for (Lanes::Lease &lease : leases) lease.wait(TP_OP_COPY);
+  }
+
+  // Chunks travel to page-locked buffers and are hashed by the processor, at the speed of the link. The definition in hash.h is
+  // made for a kernel that would read them where they are.
+  void hash(const HashJob &job, uint32_t threads) override {
+    parallel_for(job.chunks(), threads, [&](uint64_t i) {
+      const Context::Scope scope(context_, TP_OP_HASH);
+      Lanes::Lease lease(lanes_, true, TP_OP_HASH);
+      const uint64_t offset = i * job.chunk_bytes;
+      job.out[i] = hash_staged({job.address + offset, std::min(job.chunk_bytes, job.bytes - offset)}, lease);
+    });
+  }
+
+  void commit(Range range, uint32_t threads) override {
+    const Context::Scope scope(context_, TP_OP_COMMIT);
+    host::commit(range, threads);
+    try {
+      locks_.lock(range);
+    } catch (...) {
+      host::decommit(range);
+      throw;
+    }
+  }
+
+  void decommit(Range range) override {
+    const Context::Scope scope(context_, TP_OP_COMMIT);
+    locks_.unlock(range);
+    host::decommit(range);
+  }
+
+ private:
+  static constexpr uint32_t kMaxStreams = 4;  // one saturates the link, a few keep it full between pieces
+
+  CUmemAllocationProp properties(bool exportable) const {
+    CUmemAllocationProp prop{};
+    prop.type = kAllocationPinned;
+    prop.location = {kLocationDevice, context_.device()};
+    prop.requestedHandleTypes = exportable ? kHandlePosixFd : 0;
+    prop.allocFlags.gpuDirectRDMACapable = exportable && rdma_ ? 1 : 0;
+    return prop;
+  }
+
+  void enqueue(tp_copy_kind kind, const tp_span &span, CUstream stream) {
+    switch (kind) {
+      case TP_COPY_TO_HOST:
+        return check(cu_.cuMemcpyDtoHAsync_v2(reinterpret_cast<void *>(span.dst), span.src, span.bytes, stream), TP_OP_COPY,
+                     "cuMemcpyDtoHAsync");
+      case TP_COPY_TO_DEVICE:
+        return check(cu_.cuMemcpyHtoDAsync_v2(span.dst, reinterpret_cast<const void *>(span.src), span.bytes, stream), TP_OP_COPY,
+                     "cuMemcpyHtoDAsync");
+      case TP_COPY_DEVICE:
+        return check(cu_.cuMemcpyAsync(span.dst, span.src, span.bytes, stream), TP_OP_COPY, "cuMemcpyAsync");
+    }
+  }
+
+  uint64_t hash_staged(Range chunk, Lanes::Lease &lease) {
+    ChunkHash hash;
+    for (uint64_t offset = 0; offset < chunk.bytes; offset += Lane::kBufferBytes) {
+      const uint64_t bytes = std::min(Lane::kBufferBytes, chunk.bytes - offset);
+      check(cu_.cuMemcpyDtoHAsync_v2(lease.lane.buffer, chunk.address + offset, bytes, lease.lane.stream), TP_OP_HASH,
+            "cuMemcpyDtoHAsync");
+      lease.wait(TP_OP_HASH);
+      hash.add(lease.lane.buffer, bytes);
+    }
+    return hash.finish();
+  }
+
+  const Table &cu_ = table();
+  Context context_;
+  Lanes lanes_;
+  HostLocks locks_;
+  bool exports_ = false;
+  bool rdma_ = false;
+  uint64_t granularity_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Driver> make_cuda_driver(int32_t ordinal) { return std::make_unique<CudaDriver>(ordinal); }
+
+}  // namespace torpor

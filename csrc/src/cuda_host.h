@@ -1,0 +1,86 @@
+// What the cuda driver keeps on the host: its context, page-locked ranges, and the streams and buffers that copies borrow.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda_table.h"
+#include "driver.h"
+
+namespace torpor::cuda {
+
+// A device's primary context, the one that PyTorch uses, retained.
+class Context {
+ public:
+  explicit Context(int32_t ordinal);
+  Context(const Context &) = delete;
+  Context &operator=(const Context &) = delete;
+  ~Context();
+  CUdevice device() const { return device_; }
+  int attribute(int which) const;
+
+  // Makes the context current in this thread, and what was current before when it dies.
+  class Scope {
+   public:
+    explicit Scope(const Context &context, int op = kNoOp);
+    Scope(const Scope &) = delete;
+    Scope &operator=(const Scope &) = delete;
+    ~Scope();
+  };
+
+ private:
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+};
+
+// Page-locks host memory. Pieces are bounded, so that giving a part back needs no new lock over all the rest.
+class HostLocks {
+ public:
+  void lock(Range range);    // all or nothing
+  void unlock(Range range);  // what a piece has outside the range is locked again
+ private:
+  void lock_pieces(Range range);
+  void drop(Address address);
+
+  static constexpr uint64_t kPiece = uint64_t{256} << 20;
+  std::mutex mutex_;
+  std::map<Address, uint64_t> pieces_;
+};
+
+// A stream and a page-locked buffer, lent to one thread at a time.
+struct Lane {
+  static constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
+  CUstream stream = nullptr;
+  void *buffer = nullptr;  // only where asked for
+};
+
+class Lanes {
+ public:
+  explicit Lanes(const Context &context) : context_(context) {}
+  Lanes(const Lanes &) = delete;
+  Lanes &operator=(const Lanes &) = delete;
+  ~Lanes();
+
+  // Gives its lane back, with nothing in flight on it, when it dies. Needs a current context.
+  class Lease {
+   public:
+    Lease(Lanes &lanes, bool buffer, int op);
+    Lease(const Lease &) = delete;
+    Lease &operator=(const Lease &) = delete;
+    ~Lease();
+    void wait(int op);
+    Lane lane;
+
+   private:
+    Lanes &lanes_;
+  };
+
+ private:
+  const Context &context_;
+  std::mutex mutex_;
+  std::vector<Lane> idle_;
+};
+
+}  // namespace torpor::cuda

@@ -1,0 +1,135 @@
+#include "device.h"
+
+#include <algorithm>
+
+#include "cuda_driver.h"
+#include "hash.h"
+#include "host_driver.h"
+
+namespace torpor {
+namespace {
+
+std::unique_ptr<Driver> make_driver(const std::string &name, int32_t ordinal) {
+  if (name == "cuda") return make_cuda_driver(ordinal);
+  if (name != "host") throw Error::invalid("unknown driver '" + name + "': known are 'host' and 'cuda'");
+  if (ordinal != 0) throw Error::invalid("device " + std::to_string(ordinal) + ": the host driver has only device 0");
+  return make_host_driver();
+}
+
+void check_range(const char *what, Address address, uint64_t bytes) {
+  if (address + bytes < address || (address == 0 && bytes > 0)) {
+    throw Error::invalid(std::string(what) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
+                         " is no range of memory");
+  }
+}
+
+// The smallest range that holds every block of `ids`.
+Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint64_t n) {
+  const auto [low, high] = std::minmax_element(ids, ids + n);
+  if (*high >= UINT64_MAX / block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
+  const Range range{base + *low * block_bytes, (*high - *low + 1) * block_bytes};
+  check_range("a block range", range.address, range.bytes);
+  return range;
+}
+
+// Runs of neighbours on both sides become one span.
+std::vector<tp_span> block_spans(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids,
+                                 uint64_t n) {
+  std::vector<tp_span> spans;
+  for (uint64_t i = 0; i < n; ++i) {
+    const tp_span next{dst + dst_ids[i] * block_bytes, src + src_ids[i] * block_bytes, block_bytes};
+    if (!spans.empty()) {
+      tp_span &last = spans.back();
+      if (last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {
+        last.bytes += block_bytes;
+        continue;
+      }
+    }
+    spans.push_back(next);
+  }
+  return spans;
+}
+
+}  // namespace
+
+std::unique_ptr<Device> Device::open(const std::string &driver, int32_t ordinal, bool faults) {
+  std::unique_ptr<Driver> real = make_driver(driver, ordinal);
+  if (!faults) return std::make_unique<Device>(std::move(real), nullptr);
+  auto wrapper = std::make_unique<FaultDriver>(std::move(real));
+  FaultDriver *seen = wrapper.get();
+  return std::make_unique<Device>(std::move(wrapper), seen);
+}
+
+FaultDriver &Device::faults() {
+  if (faults_ == nullptr) throw Error::unsupported("the device was opened without TP_DEVICE_FAULTS");
+  return *faults_;
+}
+
+tp_device_stats Device::stats() const {
+  tp_device_stats out{};
+  out.granularity = driver_->granularity();
+  out.live_regions = counters.regions;
+  out.live_extents = counters.extents;
+  out.live_imports = counters.imports;
+  out.live_arenas = counters.arenas;
+  out.reserved_bytes = counters.reserved_bytes;
+  out.mapped_bytes = counters.mapped_bytes;
+  out.condemned_bytes = counters.condemned_bytes;
+  out.imported_bytes = counters.imported_bytes;
+  out.committed_bytes = counters.committed_bytes;
+  return out;
+}
+
+void Device::close() {
+  std::lock_guard<std::mutex> lock(structure);
+  if (counters.regions + counters.imports + counters.arenas > 0) {
+    throw Error::state("the device still has " + std::to_string(counters.regions) + " regions, " +
+                       std::to_string(counters.imports) + " imports and " + std::to_string(counters.arenas) + " arenas");
+  }
+  orphans.retry(*driver_);
+}
+
+void Device::retry_orphans() noexcept {
+  try {
+    orphans.retry(*driver_);
+  } catch (...) {
+    // The call that brings us here has its own work to do and to report.
+  }
+}
+
+void Device::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) {
+  AccessTable::Pins pins(access);
+  for (const tp_span &span : spans) {
+    check_range("a copy's target", span.dst, span.bytes);
+    check_range("a copy's source", span.src, span.bytes);
+    pins.add({span.dst, span.bytes});
+    pins.add({span.src, span.bytes});
+  }
+  driver_->copy(kind, spans, std::max(threads, 1u));
+}
+
+void Device::copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids,
+                         uint64_t n, uint32_t threads) {
+  if (block_bytes == 0) throw Error::invalid("block_bytes is 0");
+  if (n == 0) return;
+  AccessTable::Pins pins(access);
+  pins.add(block_bounds(dst, block_bytes, dst_ids, n));
+  pins.add(block_bounds(src, block_bytes, src_ids, n));
+  driver_->copy(TP_COPY_DEVICE, block_spans(dst, src, block_bytes, dst_ids, src_ids, n), std::max(threads, 1u));
+}
+
+void Device::hash(const HashJob &job, bool on_host, uint32_t threads) {
+  if (job.chunk_bytes == 0 || job.chunk_bytes % 8 != 0) {
+    throw Error::invalid("chunk_bytes is " + std::to_string(job.chunk_bytes) + ": it must be a positive multiple of 8");
+  }
+  check_range("a hash", job.address, job.bytes);
+  AccessTable::Pins pins(access);
+  pins.add({job.address, job.bytes});
+  if (on_host) {
+    hash_chunks(job, std::max(threads, 1u));
+  } else {
+    driver_->hash(job, std::max(threads, 1u));
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,52 @@
+// One device: its driver and everything that is shared by what lives on it.
+//
+// Locks, in the order in which they may be taken; nothing else in the core locks while it holds one of them:
+//   1. Device::structure  held through every structural call: regions and imports are made, mapped, unmapped and destroyed under it
+//   2. Arena::mutex       held through commit and decommit of one arena; never together with structure
+//   3. AccessTable        short; copies and hashes take only this, and hold pins, not the lock, while they run. A structural
+//                         call that takes memory away waits for the pins with structure held, which no copy needs to end.
+//   4. FaultDriver        short, innermost
+// Counters are atomic and read without a lock, so that stats answer while a large map runs.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "access.h"
+#include "driver.h"
+#include "fault_driver.h"
+#include "handles.h"
+
+namespace torpor {
+
+class Device {
+ public:
+  Device(std::unique_ptr<Driver> driver, FaultDriver *faults)
+      : orphans(counters), driver_(std::move(driver)), faults_(faults) {}
+  // driver: "host" or "cuda".
+  static std::unique_ptr<Device> open(const std::string &driver, int32_t ordinal, bool faults);
+
+  Driver &driver() { return *driver_; }
+  FaultDriver &faults();  // TP_UNSUPPORTED without
+  tp_device_stats stats() const;
+  // TP_STATE while something lives on it; otherwise only the destructor may follow.
+  void close();
+  // Tries once more what no owner is left for. Failures stay, and are seen in condemned_bytes. Needs the structure lock.
+  void retry_orphans() noexcept;
+
+  void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
+  void copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n,
+                   uint32_t threads);
+  void hash(const HashJob &job, bool on_host, uint32_t threads);
+
+  std::mutex structure;
+  AccessTable access;
+  Counters counters;
+  Graveyard orphans;
+
+ private:
+  std::unique_ptr<Driver> driver_;
+  FaultDriver *faults_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,88 @@
+// What the core asks of a place where memory lives. One implementation per kind of device, and one wrapper that injects faults.
+//
+// Every function either does its whole work or throws Error and has changed nothing: the state machine above relies on it.
+// Every function may be called from any thread; structural calls (all but copy and hash) of one device come one at a time,
+// apart from commit and decommit, which come one at a time per arena, and from what `concurrency` allows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "error.h"
+#include "torpor/torpor.h"
+
+namespace torpor {
+
+using Address = uint64_t;
+
+struct Range {
+  Address address = 0;
+  uint64_t bytes = 0;
+  Address end() const { return address + bytes; }
+};
+
+// One piece of physical memory, as the driver knows it.
+struct Physical {
+  uint64_t handle = 0;  // a file descriptor on `host`, a CUmemGenericAllocationHandle on `cuda`
+  uint64_t bytes = 0;
+  uint64_t device_id = 0;
+  uint64_t inode = 0;
+  bool rdma = false;  // a network card can be given access
+};
+
+// What a range is while nothing is mapped in it.
+enum class Vacancy {
+  hole,   // reserved, any access faults
+  guard,  // zero pages where the driver can give them (P4)
+};
+
+struct HashJob {
+  Address address = 0;
+  uint64_t bytes = 0;
+  uint64_t chunk_bytes = 0;
+  uint64_t *out = nullptr;
+  uint64_t chunks() const { return (bytes + chunk_bytes - 1) / chunk_bytes; }
+};
+
+class Driver {
+ public:
+  Driver() = default;
+  Driver(const Driver &) = delete;
+  Driver &operator=(const Driver &) = delete;
+  virtual ~Driver() = default;
+
+  virtual uint64_t granularity() const = 0;
+
+  virtual Address reserve(uint64_t bytes) = 0;
+  virtual void free_address(Range range) = 0;
+
+  // Throws a memory error when `bytes` more physical memory cannot be had; asked once for a whole batch, before any create.
+  virtual void admit(uint64_t bytes) = 0;
+  virtual uint64_t free_bytes() = 0;
+  // How many creates and releases of extents, `bytes` in all, are worth doing at once; those two may run beside each other.
+  virtual uint32_t concurrency(uint64_t bytes) const = 0;
+  virtual Physical create(uint64_t bytes, bool exportable) = 0;
+  virtual void release(const Physical &physical) = 0;
+
+  virtual void map(Address address, const Physical &physical, bool writable) = 0;
+  // Makes a whole range of maps usable by this device.
+  virtual void set_access(Range range, bool writable) = 0;
+  // One call over any number of whole maps.
+  virtual void unmap(Range range, Vacancy vacancy) = 0;
+
+  // A new descriptor, close-on-exec, the caller's.
+  virtual int export_fd(const Physical &physical) = 0;
+  // The descriptor stays the caller's; the result is released like a created one.
+  virtual Physical import_fd(int fd, uint64_t bytes) = 0;
+
+  // Returns when everything is copied.
+  virtual void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) = 0;
+  // Chunk hashes of device memory; hash.h has the definition.
+  virtual void hash(const HashJob &job, uint32_t threads) = 0;
+
+  // Backs page-aligned, reserved, uncommitted host address space with memory, ready for fast copies.
+  virtual void commit(Range range, uint32_t threads) = 0;
+  virtual void decommit(Range range) = 0;
+};
+
+}  // namespace torpor

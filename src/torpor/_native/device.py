@@ -1,0 +1,179 @@
+"""Devices: where regions, imports and arenas are made, mapped, copied and hashed. Addresses and sizes are bytes.
+
+All methods may be called from any thread and block until done; other Python threads run meanwhile. Errors are those of
+``torpor.errors``; what a failed call leaves behind is stated in ``torpor.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torpor.errors import ConfigurationError, TorporError
+
+from .library import TpDeviceStats, call
+from .objects import Arena, Import, Owned, Region, unsigned
+from .types import COPY_KINDS, CopyKind, DeviceStats, Op
+
+Uint64Array = npt.NDArray[np.uint64]
+Span = tuple[int, int, int]
+"""(destination, source, bytes)"""
+
+_FAULTS, _EXPORTABLE, _GUARDED = 1, 1, 2
+
+
+class Device(Owned):
+    """Made by :meth:`open`. Everything on it must be closed before it."""
+
+    _destroy, _what = "tp_device_close", "device"
+
+    def __init__(self, handle: int, driver: str) -> None:
+        self._handle = handle
+        self.driver = driver
+        self.granularity = self.stats().granularity  # smallest extent
+
+    @staticmethod
+    def open(driver: str, ordinal: int = 0, *, faults: bool = False) -> Device:
+        """``driver``: "host" or "cuda". ``faults`` wraps it in the one that :meth:`arm_fault` commands.
+
+        Raises ConfigurationError when the driver is unknown, or cannot be used on this machine, with the reason.
+        """
+        out = ctypes.c_void_p()
+        call("tp_device_open", driver.encode(), ordinal, _FAULTS if faults else 0, ctypes.byref(out))
+        assert out.value is not None
+        return Device(out.value, driver)
+
+    def stats(self) -> DeviceStats:
+        """Does not wait for calls in progress."""
+        out = TpDeviceStats()
+        call("tp_device_get_stats", self.handle, ctypes.byref(out))
+        return DeviceStats(**{field.name: getattr(out, field.name) for field in dataclasses.fields(DeviceStats)})
+
+    def create_region(
+        self, nbytes: int, *, extent_bytes: int, exportable: bool = False, guarded: bool = False, name: str = ""
+    ) -> Region:
+        """Reserves and maps; both sizes are rounded up to the granularity.
+
+        ``guarded``: while asleep the range reads as zeros instead of faulting, where the driver can do that (P4).
+        Raises DeviceMemoryError; nothing is left after a failure.
+        """
+        out = ctypes.c_void_p()
+        flags = (_EXPORTABLE if exportable else 0) | (_GUARDED if guarded else 0)
+        sizes = unsigned("nbytes", nbytes), unsigned("extent_bytes", extent_bytes)
+        call("tp_region_create", self.handle, *sizes, flags, name.encode(), ctypes.byref(out))
+        assert out.value is not None
+        return Region(out.value, name)
+
+    def unmap(self, regions: Sequence[Region]) -> None:
+        """Takes the physical memory of the regions away; those asleep are passed over.
+
+        A failure carries ``unmapped``, how many of them are asleep now; the others are whole. The same call goes on from there.
+        """
+        done = ctypes.c_uint64()
+        try:
+            call("tp_regions_unmap", _handles(regions), len(regions), ctypes.byref(done))
+        except TorporError as error:
+            error.fields["unmapped"] = done.value
+            raise
+
+    def map(self, regions: Sequence[Region]) -> None:
+        """Creates everything before it maps anything (M5); after a failure no region has changed. Mapped ones are passed over."""
+        call("tp_regions_map", _handles(regions), len(regions))
+
+    def copy(self, kind: CopyKind, spans: Sequence[Span] | Uint64Array, threads: int = 1) -> None:
+        """Blocks until all is copied. Work of the caller's own on that memory must have ended (synchronise your streams).
+
+        Raises StateError when a span lies in memory of this device that is asleep; then nothing was copied.
+        """
+        if kind not in COPY_KINDS:
+            raise ConfigurationError(f"unknown copy kind {kind!r}: known are {', '.join(COPY_KINDS)}", setting="kind", value=kind)
+        table = _uint64("spans", spans).reshape(-1, 3)
+        call("tp_copy", self.handle, COPY_KINDS[kind], table.ctypes.data, len(table), threads)
+
+    def copy_blocks(
+        self,
+        dst: int,
+        src: int,
+        block_bytes: int,
+        dst_ids: Sequence[int] | Uint64Array,
+        src_ids: Sequence[int] | Uint64Array,
+        threads: int = 1,
+    ) -> None:
+        """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`."""
+        to, source = _uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)
+        if to.shape != source.shape:
+            raise ConfigurationError(f"{to.size} destination blocks, but {source.size} source blocks")
+        sizes = (unsigned("block_bytes", block_bytes), to.ctypes.data, source.ctypes.data, to.size)
+        call("tp_copy_blocks", self.handle, dst, src, *sizes, threads)
+
+    def hash_chunks(self, address: int, nbytes: int, chunk_bytes: int, *, on_host: bool = False, threads: int = 1) -> Uint64Array:
+        """One hash per chunk, the last may be shorter. The same bytes have the same hash on every driver and on the host.
+
+        ``chunk_bytes``: a multiple of 8.
+        """
+        size = unsigned("chunk_bytes", chunk_bytes)
+        out = np.empty(-(-unsigned("nbytes", nbytes) // size) if size else 0, dtype=np.uint64)
+        call("tp_hash", self.handle, address, nbytes, size, int(on_host), out.ctypes.data, threads)
+        return out
+
+    def create_arena(self, nbytes: int) -> Arena:
+        """Host address space for images; costs no memory until committed."""
+        out, address = ctypes.c_void_p(), ctypes.c_uint64()
+        call("tp_arena_create", self.handle, unsigned("nbytes", nbytes), ctypes.byref(out), ctypes.byref(address))
+        assert out.value is not None
+        return Arena(out.value, address.value, nbytes)
+
+    def import_extents(self, fds: Sequence[int], sizes: Sequence[int], *, writable: bool = False) -> Import:
+        """Maps another process's exported extents, one after another, into one range. The descriptors stay the caller's.
+
+        Raises ConfigurationError for a descriptor that is no exported extent of that size.
+        """
+        if len(fds) != len(sizes):
+            raise ConfigurationError(f"{len(fds)} descriptors, but {len(sizes)} sizes")
+        out, address = ctypes.c_void_p(), ctypes.c_uint64()
+        table = _uint64("sizes", sizes)
+        call(
+            "tp_import_open",
+            self.handle,
+            (ctypes.c_int32 * len(fds))(*fds),
+            table.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)),
+            len(fds),
+            int(writable),
+            ctypes.byref(out),
+            ctypes.byref(address),
+        )
+        assert out.value is not None
+        return Import(out.value, address.value, sum(sizes))
+
+    def arm_fault(self, op: Op, nth: int, count: int = 1) -> None:
+        """The nth call of ``op`` from now on (1 is the next) fails, and so do the ``count - 1`` after it."""
+        call("tp_fault_arm", self.handle, int(op), unsigned("nth", nth), unsigned("count", count))
+
+    def clear_faults(self) -> None:
+        call("tp_fault_clear", self.handle)
+
+    def fault_calls(self, op: Op) -> int:
+        """Calls of ``op`` since the device was opened."""
+        out = ctypes.c_uint64()
+        call("tp_fault_calls", self.handle, int(op), ctypes.byref(out))
+        return out.value
+
+    def __repr__(self) -> str:
+        return f"<Device {self.driver}{' closed' if self.closed else ''}>"
+
+
+def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:
+    handles = [region.handle for region in regions]
+    return (ctypes.c_void_p * len(handles))(*handles)
+
+
+def _uint64(name: str, values: Sequence[Any] | Uint64Array) -> Uint64Array:
+    array = np.asarray(values) if len(values) else np.empty(0, dtype=np.uint64)
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "i" and array.size and int(array.min()) < 0):
+        raise ConfigurationError(f"{name} must be 64-bit unsigned numbers", setting=name)
+    return np.ascontiguousarray(array, dtype=np.uint64)

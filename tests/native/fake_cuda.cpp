@@ -1,0 +1,338 @@
+// The driver functions of cuda_table.h over host memory, as strict as the real ones where torpor relies on it: exact ranges, no
+// overlapping maps, nothing freed twice, copies only from memory that is mapped and accessible, and a context where one is needed.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <vector>
+
+#include "cuda_table.h"
+
+using namespace torpor::cuda;
+
+namespace {
+
+constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400;
+constexpr size_t kGranule = size_t{64} << 10;  // real ones have 2 MiB; small keeps the tests fast
+constexpr size_t kTotal = size_t{8} << 30;
+
+struct Allocation {
+  int fd = -1;
+  size_t bytes = 0;
+  bool released = false;
+  int maps = 0;
+};
+struct Map {
+  size_t bytes = 0;
+  CUmemGenericAllocationHandle handle = 0;
+  int access = 0;
+};
+
+std::mutex mutex;
+std::map<CUmemGenericAllocationHandle, Allocation> allocations;
+std::map<CUdeviceptr, size_t> reservations;
+std::map<CUdeviceptr, Map> maps;
+std::map<CUdeviceptr, size_t> registered;
+std::set<void *> host_buffers;
+std::set<CUstream> streams;
+CUmemGenericAllocationHandle next_handle = 1000;
+int primary_retains = 0;
+thread_local int pushed = 0;
+int out_of_order = 0;
+
+CUresult bad(CUresult result) {
+  ++out_of_order;
+  return result;
+}
+
+size_t used() {
+  size_t sum = 0;
+  for (const auto &[handle, allocation] : allocations) sum += allocation.bytes;
+  return sum;
+}
+
+void collect(CUmemGenericAllocationHandle handle) {
+  Allocation &allocation = allocations.at(handle);
+  if (!allocation.released || allocation.maps > 0) return;
+  close(allocation.fd);
+  allocations.erase(handle);
+}
+
+bool reserved(CUdeviceptr at, size_t bytes) {
+  auto next = reservations.upper_bound(at);
+  if (next == reservations.begin()) return false;
+  --next;
+  return at + bytes <= next->first + next->second;
+}
+
+// The maps that cover exactly [at, at + bytes); empty if there are none such.
+std::vector<CUdeviceptr> exact(CUdeviceptr at, size_t bytes) {
+  std::vector<CUdeviceptr> found;
+  CUdeviceptr end = at;
+  for (auto next = maps.find(at); next != maps.end() && next->first == end && end < at + bytes; ++next) {
+    found.push_back(next->first);
+    end += next->second.bytes;
+  }
+  if (end != at + bytes) found.clear();
+  return found;
+}
+
+bool accessible(CUdeviceptr at, size_t bytes) {
+  while (bytes > 0) {
+    auto next = maps.upper_bound(at);
+    if (next == maps.begin()) return false;
+    --next;
+    const CUdeviceptr end = next->first + next->second.bytes;
+    if (at >= end || next->second.access == 0) return false;
+    const size_t step = std::min<size_t>(bytes, end - at);
+    at += step, bytes -= step;
+  }
+  return true;
+}
+
+CUresult check_context() { return pushed > 0 ? kSuccess : bad(kInvalidContext); }
+void *pointer(CUdeviceptr at) { return reinterpret_cast<void *>(at); }
+using Lock = std::lock_guard<std::mutex>;
+
+}  // namespace
+
+#define FAKE extern "C" __attribute__((visibility("default")))
+
+FAKE CUresult cuInit(unsigned) { return kSuccess; }
+FAKE CUresult cuGetErrorName(CUresult, const char **name) {
+  *name = "CUDA_ERROR_FAKE";
+  return kSuccess;
+}
+FAKE CUresult cuDeviceGetCount(int *count) {
+  *count = 1;
+  return kSuccess;
+}
+FAKE CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+  *device = ordinal;
+  return kSuccess;
+}
+FAKE CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice) {
+  *value = attribute == kAttributeVmm || attribute == kAttributePosixFd || attribute == kAttributeRdmaVmm;
+  return kSuccess;
+}
+FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) {
+  Lock lock(mutex);
+  ++primary_retains;
+  *context = reinterpret_cast<CUcontext>(0x1234);
+  return kSuccess;
+}
+FAKE CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  Lock lock(mutex);
+  --primary_retains;
+  return kSuccess;
+}
+FAKE CUresult cuCtxPushCurrent_v2(CUcontext) {
+  ++pushed;
+  return kSuccess;
+}
+FAKE CUresult cuCtxPopCurrent_v2(CUcontext *context) {
+  *context = reinterpret_cast<CUcontext>(0x1234);
+  return --pushed < 0 ? bad(kInvalidContext) : kSuccess;
+}
+FAKE CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
+  Lock lock(mutex);
+  *free = kTotal - used();
+  *total = kTotal;
+  return check_context();
+}
+FAKE CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *, int) {
+  *granularity = kGranule;
+  return kSuccess;
+}
+FAKE CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdeviceptr, unsigned long long) {
+  if (bytes % kGranule != 0) return bad(kInvalid);
+  void *got = mmap(nullptr, bytes + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (got == MAP_FAILED) return kOutOfMemory;
+  const auto start = reinterpret_cast<CUdeviceptr>(got);
+  *at = (start + align - 1) / align * align;
+  if (*at > start) munmap(got, *at - start);
+  if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
+  Lock lock(mutex);
+  reservations[*at] = bytes;
+  return kSuccess;
+}
+FAKE CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
+  Lock lock(mutex);
+  const auto found = reservations.find(at);
+  if (found == reservations.end() || found->second != bytes) return bad(kInvalid);
+  const auto next = maps.lower_bound(at);
+  if (next != maps.end() && next->first < at + bytes) return bad(kInvalid);
+  reservations.erase(found);
+  munmap(pointer(at), bytes);
+  return kSuccess;
+}
+FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long) {
+  if (bytes == 0 || bytes % kGranule != 0) return bad(kInvalid);
+  if (prop->type != kAllocationPinned || prop->location.type != kLocationDevice) return bad(kInvalid);
+  Lock lock(mutex);
+  if (bytes > kTotal - used()) return kOutOfMemory;
+  const int fd = memfd_create("fake-cuda", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
+  *handle = ++next_handle;
+  allocations[*handle] = {fd, bytes, false, 0};
+  return kSuccess;
+}
+FAKE CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  Lock lock(mutex);
+  const auto found = allocations.find(handle);
+  if (found == allocations.end() || found->second.released) return bad(kInvalidHandle);
+  found->second.released = true;
+  collect(handle);
+  return kSuccess;
+}
+FAKE CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
+  Lock lock(mutex);
+  *prop = {};
+  prop->allocFlags.gpuDirectRDMACapable = 1;
+  return allocations.count(handle) ? kSuccess : bad(kInvalidHandle);
+}
+FAKE CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+  Lock lock(mutex);
+  const auto found = allocations.find(handle);
+  if (found == allocations.end() || found->second.bytes != bytes || offset != 0 || !reserved(at, bytes)) return bad(kInvalid);
+  auto next = maps.upper_bound(at);
+  if (next != maps.end() && next->first < at + bytes) return bad(kAlreadyMapped);
+  if (next != maps.begin() && std::prev(next)->first + std::prev(next)->second.bytes > at) return bad(kAlreadyMapped);
+  if (mmap(pointer(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.fd, 0) == MAP_FAILED) return kOutOfMemory;
+  ++found->second.maps;
+  maps[at] = {bytes, handle, 0};
+  return kSuccess;
+}
+FAKE CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  Lock lock(mutex);
+  const auto found = exact(at, bytes);
+  if (found.empty()) return bad(kNotMapped);
+  mmap(pointer(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  for (CUdeviceptr each : found) {
+    const CUmemGenericAllocationHandle handle = maps[each].handle;
+    maps.erase(each);
+    --allocations.at(handle).maps;
+    collect(handle);
+  }
+  return kSuccess;
+}
+FAKE CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+  Lock lock(mutex);
+  const auto found = exact(at, bytes);
+  if (found.empty() || count != 1) return bad(kNotMapped);
+  for (CUdeviceptr each : found) maps[each].access = access->flags;
+  const int protection = access->flags == kAccessReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+  return mprotect(pointer(at), bytes, protection) == 0 ? kSuccess : kInvalid;
+}
+FAKE CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHandle handle, int type, unsigned long long) {
+  Lock lock(mutex);
+  const auto found = allocations.find(handle);
+  if (found == allocations.end() || type != kHandlePosixFd) return bad(kInvalid);
+  *static_cast<int *>(shareable) = dup(found->second.fd);
+  return kSuccess;
+}
+FAKE CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable, int) {
+  struct stat status {};
+  const int fd = static_cast<int>(reinterpret_cast<intptr_t>(shareable));
+  if (fstat(fd, &status) != 0) return kInvalid;  // what a peer gives may be anything
+  Lock lock(mutex);
+  *handle = ++next_handle;
+  allocations[*handle] = {dup(fd), static_cast<size_t>(status.st_size), false, 0};
+  return kSuccess;
+}
+FAKE CUresult cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
+  Lock lock(mutex);
+  const auto start = reinterpret_cast<CUdeviceptr>(at);
+  const auto next = registered.upper_bound(start);
+  if (next != registered.end() && next->first < start + bytes) return bad(kInvalid);
+  if (next != registered.begin() && std::prev(next)->first + std::prev(next)->second > start) return bad(kInvalid);
+  registered[start] = bytes;
+  return check_context();
+}
+FAKE CUresult cuMemHostUnregister(void *at) {
+  Lock lock(mutex);
+  return registered.erase(reinterpret_cast<CUdeviceptr>(at)) == 1 ? check_context() : bad(kInvalid);
+}
+FAKE CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
+  *at = operator new(bytes);
+  Lock lock(mutex);
+  host_buffers.insert(*at);
+  return check_context();
+}
+FAKE CUresult cuMemFreeHost(void *at) {
+  Lock lock(mutex);
+  if (host_buffers.erase(at) != 1) return bad(kInvalid);
+  operator delete(at);
+  return check_context();
+}
+
+namespace {
+
+CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool dst_device, bool src_device) {
+  {
+    Lock lock(mutex);
+    if (dst_device && !accessible(reinterpret_cast<CUdeviceptr>(dst), bytes)) return bad(kInvalid);
+    if (src_device && !accessible(reinterpret_cast<CUdeviceptr>(src), bytes)) return bad(kInvalid);
+    if (!streams.count(stream)) return bad(kInvalidHandle);
+  }
+  std::memcpy(dst, src, bytes);
+  return check_context();
+}
+
+}  // namespace
+
+FAKE CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream) {
+  return copy(pointer(dst), src, bytes, stream, true, false);
+}
+FAKE CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  return copy(dst, pointer(src), bytes, stream, false, true);
+}
+FAKE CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  return copy(pointer(dst), pointer(src), bytes, stream, true, true);
+}
+FAKE CUresult cuStreamCreate(CUstream *stream, unsigned) {
+  Lock lock(mutex);
+  *stream = reinterpret_cast<CUstream>(new char);
+  streams.insert(*stream);
+  return check_context();
+}
+FAKE CUresult cuStreamDestroy_v2(CUstream stream) {
+  Lock lock(mutex);
+  if (streams.erase(stream) != 1) return bad(kInvalidHandle);
+  delete reinterpret_cast<char *>(stream);
+  return check_context();
+}
+FAKE CUresult cuStreamSynchronize(CUstream stream) {
+  Lock lock(mutex);
+  return streams.count(stream) ? check_context() : bad(kInvalidHandle);
+}
+
+// Empty, or what is wrong.
+FAKE const char *fake_cuda_left() {
+  static thread_local std::string text;
+  std::ostringstream out;
+  Lock lock(mutex);
+  const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() +
+                      streams.size();
+  if (left > 0 || primary_retains != 0 || pushed != 0 || out_of_order != 0) {
+    out << allocations.size() << " allocations, " << reservations.size() << " reservations, " << maps.size() << " maps, "
+        << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << streams.size() << " streams, "
+        << primary_retains << " contexts, " << pushed << " pushed, " << out_of_order << " calls out of order";
+  }
+  text = out.str();
+  return text.c_str();
+}
+
+FAKE int64_t fake_cuda_page_locked() {
+  Lock lock(mutex);
+  int64_t sum = 0;
+  for (const auto &[at, bytes] : registered) sum += static_cast<int64_t>(bytes);
+  return sum;
+}

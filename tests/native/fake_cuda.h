@@ -1,0 +1,15 @@
+// A libcuda.so.1 that needs no GPU, for the cuda driver's own logic: tests load it by putting its folder on the library path.
+#pragma once
+
+#include "check.h"
+
+namespace fake_cuda {
+
+// Nothing created, mapped, reserved, page-locked or pushed is left, and no call was out of order. Passes where the fake is not
+// loaded.
+void check_nothing_left();
+
+// Bytes page-locked now; -1 where the fake is not loaded.
+int64_t page_locked();
+
+}  // namespace fake_cuda
