@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torpor.errors import ConfigurationError
+
+DriverName = str  # "host", "cuda"
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """ConfigurationError for a value that cannot be; whether the driver exists is found out by ``Memory``."""
+
+    driver: DriverName = "host"
+    device: int = 0
+    extent_bytes: int = 64 << 20  # size of one physical piece; rounded up to the driver's granularity
+    chunk_bytes: int = 2 << 20  # what one content hash covers (M7)
+    host_limit_bytes: int | None = None  # cap on host images; None: what the machine and its cgroup have free
+    copy_threads: int | None = None  # None: half the cores this process may use, at most 8
+
+    def __post_init__(self) -> None:
+        _check(self.device >= 0, "device", self.device, "must be 0 or more")
+        _check(self.extent_bytes > 0, "extent_bytes", self.extent_bytes, "must be more than 0")
+        whole_pages = self.chunk_bytes > 0 and self.chunk_bytes % PAGE_BYTES == 0
+        _check(whole_pages, "chunk_bytes", self.chunk_bytes, f"must be a multiple of {PAGE_BYTES}")
+        limit, threads = self.host_limit_bytes, self.copy_threads
+        _check(limit is None or limit >= 0, "host_limit_bytes", limit, "must be 0 or more, or None")
+        _check(threads is None or threads > 0, "copy_threads", threads, "must be more than 0, or None")
+
+
+def _check(holds: bool, setting: str, value: Any, rule: str) -> None:
+    if not holds:
+        raise ConfigurationError(f"MemoryConfig.{setting} is {value!r}: it {rule}", setting=setting, value=value)

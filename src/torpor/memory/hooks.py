@@ -1,0 +1,109 @@
+"""Hooks on tags: whoever registered a tag's pages lets go before the unmap and comes back after the map."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torpor.errors import HookError
+
+HookFunction = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Hook:
+    tag: str
+    name: str
+    order: int
+    before_unmap: HookFunction | None
+    after_map: HookFunction | None
+
+
+@dataclass(frozen=True)
+class HookFailure:
+    hook: Hook
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"{self.hook.name}: {self.error!r}"
+
+
+class Hooks:
+    """Both functions of a hook must be idempotent: a retried sleep or wake calls them again (M3)."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []  # oldest first; replaced, never changed, so readers need no lock
+        self._orders = itertools.count()
+
+    def register(self, tag: str, before: HookFunction | None, after: HookFunction | None, name: str) -> Callable[[], None]:
+        """The returned function unregisters; calling it again does nothing."""
+        hook = Hook(tag, name or _name_of(before or after), next(self._orders), before, after)
+        self._hooks = [*self._hooks, hook]
+
+        def unregister() -> None:
+            self._hooks = [h for h in self._hooks if h is not hook]
+
+        return unregister
+
+    def clear(self) -> None:
+        self._hooks = []
+
+    def count(self, tag: str) -> int:
+        return sum(h.tag == tag for h in self._hooks)
+
+    def release(self, tags: Iterable[str]) -> list[Hook]:
+        """before_unmap of every hook of ``tags``, newest first across tags; gives back those that ran, in that order (M2).
+
+        When one raises, those that ran are undone. HookError then, fields: hook, tag, phase, undo_failures.
+        """
+        wanted, ran = set(tags), list[Hook]()
+        for hook in [h for h in reversed(self._hooks) if h.tag in wanted]:
+            try:
+                if hook.before_unmap is not None:
+                    hook.before_unmap()
+            except BaseException as error:
+                failures = self.undo(ran)
+                if not isinstance(error, Exception):
+                    raise
+                raise _error(HookFailure(hook, error), "before_unmap", "nothing was unmapped", undo_failures=failures) from error
+            ran.append(hook)
+        return ran
+
+    def undo(self, released: list[Hook]) -> tuple[str, ...]:
+        """after_map of hooks that ``release`` gave back, the last to let go first. Failures are named; the next wake retries."""
+        return tuple(str(f) for f in _run_after(reversed(released)))
+
+    def restore(self, tags: Iterable[str]) -> list[HookFailure]:
+        """after_map of every hook of ``tags``, oldest first; one that fails does not stop the others (M3)."""
+        wanted = set(tags)
+        return _run_after(h for h in self._hooks if h.tag in wanted)
+
+
+def _run_after(hooks: Iterable[Hook]) -> list[HookFailure]:
+    failures = []
+    for hook in list(hooks):
+        try:
+            if hook.after_map is not None:
+                hook.after_map()
+        except Exception as error:
+            failures.append(HookFailure(hook, error))
+    return failures
+
+
+def restore_error(failures: list[HookFailure], report: object) -> HookError:
+    """For a wake whose memory is mapped and whose hooks failed. Fields besides HookError's: report, failures (text)."""
+    text = tuple(str(f) for f in failures)
+    error = _error(failures[0], "after_map", "the memory is mapped; wake again to retry", report=report, failures=text)
+    error.__cause__ = failures[0].error
+    return error
+
+
+def _error(failure: HookFailure, phase: str, outcome: str, **fields: object) -> HookError:
+    hook = failure.hook
+    message = f"hook {hook.name!r} of tag {hook.tag!r} failed in {phase}: {failure.error!r}; {outcome}"
+    return HookError(message, hook=hook.name, tag=hook.tag, phase=phase, **fields)
+
+
+def _name_of(function: HookFunction | None) -> str:
+    return getattr(function, "__qualname__", repr(function))

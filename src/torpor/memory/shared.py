@@ -1,0 +1,97 @@
+"""What the pools and transactions of one memory share: the device, the images, the hooks, the locks, and what died meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torpor._native import Device
+from torpor.errors import StateError
+from torpor.memory.config import MemoryConfig
+from torpor.memory.hooks import Hooks
+from torpor.memory.images import ImageStore
+from torpor.memory.procfs import usable_cores
+from torpor.memory.segment import Deaths
+
+MAX_DEFAULT_THREADS = 8
+LOCK_POLL_S = 0.02
+
+
+def default_copy_threads() -> int:
+    """Half the cores this process may use: the others go on computing."""
+    return max(1, min(MAX_DEFAULT_THREADS, usable_cores() // 2))
+
+
+class Shared:
+    """``lock`` is held for a whole sleep or wake and for every change of structure. ``view`` only while a region is looked at or
+    destroyed, so that ``stats()`` on another thread never waits for a sleep whose hook may be waiting for that thread."""
+
+    def __init__(self, config: MemoryConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.threads = config.copy_threads or default_copy_threads()
+        self.images = ImageStore(device, config.chunk_bytes, config.host_limit_bytes, self.threads)
+        self.hooks = Hooks()
+        self.deaths = Deaths()
+        self.lock = threading.RLock()
+        self.view = threading.Lock()
+        self.closed = False
+        self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.driver == "host"
+
+    @property
+    def torch_ordinal(self) -> int | None:
+        return None if self.on_host else self.config.device
+
+    @contextlib.contextmanager
+    def structure(self) -> Iterator[None]:
+        """For a call that changes pools. Waits for a sleep or wake of another thread. StateError once closed."""
+        with self.lock:
+            self.require_open()
+            self.take_back_dead()
+            yield
+
+    @contextlib.contextmanager
+    def structure_now(self) -> Iterator[None]:
+        """As ``structure``, but StateError at once while another thread sleeps or wakes: its hooks may be waiting for us."""
+        while not self.lock.acquire(timeout=LOCK_POLL_S):
+            moving = self._moving
+            if moving is not None and moving[0] != threading.get_ident():
+                raise StateError(f"a {moving[1]} is under way; retry after it", state=moving[1])
+        try:
+            with self.structure():
+                yield
+        finally:
+            self.lock.release()
+
+    @contextlib.contextmanager
+    def transaction(self, what: str) -> Iterator[None]:
+        """For a sleep or a wake. StateError inside a hook of another one."""
+        with self.lock:
+            self.require_still(what)
+            self._moving = (threading.get_ident(), what)
+            try:
+                with self.structure():
+                    yield
+            finally:
+                self._moving = None
+
+    def require_still(self, what: str) -> None:
+        """StateError inside a hook. Under the lock, so that what moves moves on this thread."""
+        if self._moving is not None:
+            moving = self._moving[1]
+            raise StateError(f"{what} was called inside a hook of a {moving}: return from the hook first", state=moving)
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise StateError("this Memory is closed", state="closed")
+
+    def take_back_dead(self) -> None:
+        """Frees what tensors that died since the last call lay in. Under the lock; never inside a transaction's own steps."""
+        while (death := self.deaths.take()) is not None:
+            segment, offset = death
+            segment.owner.take_back(segment, offset)

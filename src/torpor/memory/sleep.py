@@ -1,0 +1,169 @@
+"""The sleep transaction: hooks let go, images are made and checked, memory is unmapped, images nobody needs are dropped.
+
+Everything before the unmap is undone when it fails. The unmap itself is one batch; when the driver refuses half way the pools are
+in a named state (PARTIAL, or resident with their hooks released) that the same sleep, or a wake, leaves again. It is not rolled
+back: that would be a wake under a driver that has just failed, without the checks and the reports of one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torpor.errors import DeviceError, StateError, TorporError
+from torpor.memory.clock import Phases
+from torpor.memory.holders import Account, Traces, account, take_traces
+from torpor.memory.hooks import Hook
+from torpor.memory.ledger import ExportLedger
+from torpor.memory.pool import Pool
+from torpor.memory.segment import Segment
+from torpor.memory.shared import Shared
+from torpor.memory.types import Content, Policy, Residency, SleepReport, TagSleepReport
+
+
+class Step(enum.Enum):
+    NOTHING = "nothing"  # kept, or already as asked (M9)
+    UNMAP = "unmap"  # something is mapped, or was not released by the driver last time, or an empty pool is declared asleep
+    FORGET = "forget"  # asleep on the host, to be lost: only images go (M8)
+
+
+@dataclass
+class Move:
+    pool: Pool
+    policy: Policy
+    step: Step
+    unmapped: list[Segment] = field(default_factory=list)
+    copied_bytes: int = 0
+
+
+def plan_move(pool: Pool, policy: Policy) -> Move:
+    """StateError when ``policy`` wants content kept that is lost already."""
+    residency, content = pool.residency, pool.content
+    if policy == "keep":
+        return Move(pool, policy, Step.NOTHING)
+    if policy == "host" and content is Content.LOST:
+        way_out = f"sleep with 'discard', or fill it and call mark_valid({pool.tag!r})"
+        message = f"the content of tag {pool.tag!r} is lost: nothing to copy; {way_out}"
+        raise StateError(message, state=residency.value, tag=pool.tag)
+    if residency is not Residency.ASLEEP or any(s.region.condemned_bytes for s in pool.segments):
+        return Move(pool, policy, Step.UNMAP)
+    done = content is Content.ON_HOST if policy == "host" else content is Content.LOST and not _has_images(pool)
+    return Move(pool, policy, Step.NOTHING if done else Step.FORGET)
+
+
+def _has_images(pool: Pool) -> bool:
+    return any(s.image is not None for s in pool.segments)
+
+
+class Sleep:
+    """One call of ``Memory.sleep``, under the transaction's lock."""
+
+    def __init__(self, shared: Shared, ledger: ExportLedger, moves: Sequence[Move]) -> None:
+        self._shared = shared
+        self._ledger = ledger
+        self._moves = moves
+        self._phases = Phases()
+
+    def run(self) -> SleepReport:
+        unmaps = [m for m in self._moves if m.step is Step.UNMAP]
+        traces = self._prepare(unmaps)
+        self._unmap(unmaps)
+        self._drop_images()
+        with self._phases("account"):
+            accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._shared.on_host)
+        reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
+        return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+
+    def _prepare(self, unmaps: list[Move]) -> list[Traces]:
+        """All that can be undone: M2, M4."""
+        losing = [m.pool.tag for m in unmaps if m.pool.mapped_segments()]
+        with self._phases("hooks"):
+            released = self._shared.hooks.release(losing)
+        try:
+            self._save_images(unmaps)
+            return [_traces(m.pool) for m in unmaps]
+        except BaseException as error:
+            self._undo(released, error)
+            raise
+
+    def _undo(self, released: list[Hook], error: BaseException) -> None:
+        failures = self._shared.hooks.undo(released)
+        if isinstance(error, TorporError):
+            error.fields["undo_failures"] = failures
+
+    def _save_images(self, unmaps: list[Move]) -> None:
+        hosts = [m for m in unmaps if m.policy == "host"]
+        segments = [s for m in hosts for s in m.pool.mapped_segments() if not s.stale]
+        copied = self._shared.images.save(segments, self._phases)
+        for move in hosts:
+            move.copied_bytes = sum(copied.get(s, 0) for s in move.pool.segments)
+
+    def _unmap(self, unmaps: list[Move]) -> None:
+        """What the tags' content is, is said before the memory goes: whatever interrupts this, nothing lost counts as valid."""
+        for move in unmaps:
+            move.unmapped = move.pool.mapped_segments()
+        was_lost = {m.pool: m.pool.lost for m in unmaps}
+        was_stale = {s for m in unmaps for s in m.unmapped if s.stale}
+        for move in unmaps:
+            move.pool.lost = move.policy == "discard"
+            for segment in move.unmapped:
+                segment.stale = True
+        try:
+            with self._phases("unmap"):
+                self._shared.device.unmap([s.region for m in unmaps for s in m.pool.segments])
+        except TorporError as error:
+            _take_stock(unmaps, was_lost, was_stale)
+            raise _half_way(unmaps, error) from error
+        for move in unmaps:
+            move.pool.slept = True
+            _mark_unmapped(move.unmapped)
+
+    def _drop_images(self) -> None:
+        """The owner of a discarded tag said that its content is worth nothing; its host memory goes too (M8)."""
+        for move in self._moves:
+            if move.policy == "discard" and move.step is not Step.NOTHING:
+                move.pool.lost = True
+                for segment in move.pool.segments:
+                    self._shared.images.release(segment)
+
+
+def _traces(pool: Pool) -> Traces:
+    return take_traces(pool.tag, pool.mapping, bool(pool.settings.exportable), pool.mapped_segments())
+
+
+def _mark_unmapped(segments: list[Segment]) -> None:
+    for segment in segments:
+        segment.exported = False
+
+
+def _take_stock(unmaps: list[Move], was_lost: dict[Pool, bool], was_stale: set[Segment]) -> None:
+    """After a batch that stopped half way: what is still mapped holds what it held."""
+    for move in unmaps:
+        still = move.pool.mapped_segments()
+        for segment in still:
+            segment.stale = segment in was_stale
+        move.unmapped = [s for s in move.unmapped if s not in still]
+        _mark_unmapped(move.unmapped)
+        if not move.unmapped:
+            move.pool.lost = was_lost[move.pool]
+        move.pool.slept = move.pool.slept or not still
+
+
+def _half_way(unmaps: list[Move], error: TorporError) -> DeviceError:
+    states = {m.pool.tag: m.pool.residency.value for m in unmaps}
+    message = f"unmapping failed: {error}; tags are {states}; repeat the sleep to go on, or wake to go back"
+    return DeviceError(message, **{**error.fields, "residency": states})
+
+
+def _report(move: Move, found: Account | None) -> TagSleepReport:
+    return TagSleepReport(
+        tag=move.pool.tag,
+        policy=move.policy,
+        unmapped_bytes=found.unmapped_bytes if found else 0,
+        returned_bytes=found.returned_bytes if found else 0,
+        image_bytes=sum(s.image_bytes for s in move.pool.segments),
+        copied_bytes=move.copied_bytes,
+        holders=found.holders if found else (),
+        noop=move.step is Step.NOTHING,
+    )

@@ -1,0 +1,113 @@
+"""The wake transaction: memory for everything asked, then content from images, then hooks come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torpor.errors import TorporError
+from torpor.memory.clock import Phases
+from torpor.memory.hooks import HookFailure, restore_error
+from torpor.memory.pool import Pool
+from torpor.memory.procfs import pinned_bytes
+from torpor.memory.segment import Segment
+from torpor.memory.shared import Shared
+from torpor.memory.types import Content, Residency, TagWakeReport, WakeReport
+
+
+@dataclass
+class Rise:
+    """What a wake does for one pool."""
+
+    pool: Pool
+    to_map: list[Segment]
+    to_restore: list[Segment]
+    noop: bool
+
+
+def plan_rise(pool: Pool) -> Rise:
+    residency, content = pool.residency, pool.content
+    to_restore = [] if content is Content.LOST else [s for s in pool.segments if s.stale]
+    noop = residency is Residency.RESIDENT and not to_restore
+    return Rise(pool, pool.unmapped_segments(), to_restore, noop)
+
+
+class Wake:
+    """One call of ``Memory.wake``, under the transaction's lock."""
+
+    def __init__(self, shared: Shared, pools: Sequence[Pool]) -> None:
+        self._shared = shared
+        self._rises = [plan_rise(p) for p in pools]
+        self._phases = Phases()
+        self.done = False  # memory is mapped and restored, whatever the hooks say
+
+    @property
+    def noop(self) -> bool:
+        return all(r.noop for r in self._rises)
+
+    def run(self) -> WakeReport:
+        """HookError once everything is mapped and every hook was called; its field ``report`` is what would be returned."""
+        with self._phases("create_map"):
+            self._map()
+        restored = self._restore()
+        self._settle()
+        self.done = True
+        self._release_images()
+        reports = tuple(_report(r, restored) for r in self._rises)
+        with self._phases("hooks"):
+            failures = self._come_back()
+        report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+        if failures:
+            raise restore_error(failures, report)
+        return report
+
+    def _map(self) -> None:
+        """M5: the library creates all before it maps any; after a failure nothing has changed."""
+        self._shared.device.map([s.region for r in self._rises for s in r.to_map])
+
+    def _restore(self) -> dict[Segment, int]:
+        try:
+            return self._shared.images.restore([s for r in self._rises for s in r.to_restore], self._phases)
+        except BaseException as error:
+            self._unmap_again(error)
+            raise
+
+    def _unmap_again(self, error: BaseException) -> None:
+        """The images are whole. Where the driver refuses this too, the pools are mapped, and stale until a wake restores them."""
+        try:
+            self._shared.device.unmap([s.region for r in self._rises for s in r.to_map])
+        except TorporError as second:
+            if isinstance(error, TorporError):
+                error.fields["unmap_failure"] = str(second)
+
+    def _settle(self) -> None:
+        """What is mapped is the content now; until here every segment that was unmapped is stale."""
+        pinned = pinned_bytes()
+        for rise in self._rises:
+            for segment in rise.pool.segments:
+                segment.stale = False
+            for segment in rise.to_map:
+                segment.note_mapped(pinned)
+            rise.pool.slept = False
+            rise.pool.mapping += bool(rise.to_map)
+
+    def _release_images(self) -> None:
+        """M6: only now, and only for pools made so."""
+        for rise in self._rises:
+            if rise.pool.settings.image == "release":
+                for segment in rise.to_restore:
+                    self._shared.images.release(segment)
+
+    def _come_back(self) -> list[HookFailure]:
+        """M3: also for tags that were mapped all the time."""
+        return self._shared.hooks.restore(r.pool.tag for r in self._rises if r.pool.residency is Residency.RESIDENT)
+
+
+def _report(rise: Rise, restored: dict[Segment, int]) -> TagWakeReport:
+    return TagWakeReport(
+        tag=rise.pool.tag,
+        mapped_bytes=sum(s.nbytes for s in rise.to_map),
+        restored_bytes=sum(restored.get(s, 0) for s in rise.to_restore),
+        content=rise.pool.content,
+        noop=rise.noop,
+    )
