@@ -1,0 +1,25 @@
+"""Models: definitions from transformers, weights in pools, attention over paged KV.
+
+Everything but the configuration is imported at first use: transformers takes seconds that whoever only configures can do without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torpor.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torpor.models.loader import LoadedModel, load_model
+    from torpor.models.source import ResolvedModel, resolve_model
+
+__all__ = ["LoadedModel", "ModelConfig", "ResolvedModel", "load_model", "resolve_model"]
+
+_LAZY = {"LoadedModel": "loader", "load_model": "loader", "ResolvedModel": "source", "resolve_model": "source"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,56 @@
+"""Attention over paged KV. ``get_backend`` knows the backends by name; ``base`` is the contract."""
+
+from __future__ import annotations
+
+from torpor.errors import ConfigurationError
+from torpor.models.attention.base import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionStep,
+    LayerEvents,
+    PagedBatch,
+    StepContext,
+)
+from torpor.models.attention.sdpa import SdpaBackend
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionLayer",
+    "AttentionStep",
+    "LayerEvents",
+    "PagedBatch",
+    "StepContext",
+    "backends",
+    "get_backend",
+    "register_backend",
+]
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {}
+
+
+def register_backend(backend: type[AttentionBackend]) -> None:
+    """Make ``backend`` known by its ``name``. A name is taken once."""
+    if _BACKENDS.setdefault(backend.name, backend) is not backend:
+        raise ConfigurationError(f"attention backend {backend.name!r} is registered already", setting="attention_backend")
+
+
+def backends(device_type: str) -> tuple[str, ...]:
+    """Names of the backends that run on the device, the preferred one first."""
+    return tuple(name for name, b in _BACKENDS.items() if not b.device_types or device_type in b.device_types)
+
+
+def get_backend(name: str, device_type: str) -> AttentionBackend:
+    """``auto`` is the preferred one of the device. ConfigurationError for a name that is unknown or does not run there."""
+    known = backends(device_type)
+    if name == "auto":
+        return _BACKENDS[known[0]]()
+    if name not in known:
+        raise ConfigurationError(
+            f"attention_backend {name!r} is not known on {device_type}; known: auto, {', '.join(known)}",
+            setting="attention_backend",
+            value=name,
+        )
+    return _BACKENDS[name]()
+
+
+register_backend(SdpaBackend)

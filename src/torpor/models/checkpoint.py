@@ -1,0 +1,232 @@
+"""Safetensors files: what is in them, their content's identity, and reading tensors straight into memory that is already there.
+
+Headers are checked against the file before anything is read, and reads are plain preads: a damaged or truncated file is a
+ModelError that names it, never a fault on a mapped page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torpor.errors import ModelError
+from torpor.models.hardware import usable_cores
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_CHUNK_BYTES = 16 << 20
+_MAX_READERS = 8
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    file: Path
+    offset: int  # from the start of the file
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a folder's safetensors files."""
+
+    files: tuple[Path, ...]
+    entries: Mapping[str, TensorEntry] = field(repr=False)
+    signature: tuple[tuple[int, int, int], ...]  # size, mtime, inode per file: a cheap sign that nobody wrote to them
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type that most of the bytes have."""
+        totals: dict[torch.dtype, int] = {}
+        for entry in self.entries.values():
+            if entry.dtype.is_floating_point:
+                totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.nbytes
+        return max(totals, key=lambda dtype: totals[dtype], default=torch.float32)
+
+    def digest(self) -> str:
+        """Hash of every byte of every file: changes when any weight does. Reads all files, several chunks at a time."""
+        return hash_files(self.files)
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill ``targets`` (same shapes; dtypes are converted) from the entries of the same names. ModelError when a file falls
+        short."""
+        descriptors = {file: _open(file) for file in self.files}
+        try:
+            with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
+                jobs = [
+                    pool.submit(_read_tensor, descriptors[entry.file], entry, target)
+                    for name, target in targets.items()
+                    for entry in (self.entries[name],)
+                ]
+                for job in jobs:
+                    job.result()
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads and checks the headers only. ModelError names the file and what is wrong with it."""
+    files = _find_files(folder)
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            if name in entries:
+                raise ModelError(f"{file}: tensor {name!r} is also in {entries[name].file.name}", path=str(file))
+            entries[name] = entry
+    return Checkpoint(files, entries, sign_files(files))
+
+
+def sign_files(files: Iterable[Path]) -> tuple[tuple[int, int, int], ...]:
+    try:
+        return tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in files))
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}", path=str(error.filename)) from error
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """32 hex digits over the content of ``files`` in order; chunks are hashed in parallel, then their hashes."""
+    total = hashlib.sha256()
+    with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
+        for file in files:
+            descriptor = _open(file)
+            try:
+                size = os.fstat(descriptor).st_size
+                total.update(struct.pack("<Q", size))
+                offsets = range(0, size, _CHUNK_BYTES)
+                for part in pool.map(lambda offset, fd=descriptor: _hash_chunk(fd, offset), offsets):
+                    total.update(part)
+            finally:
+                os.close(descriptor)
+    return total.hexdigest()[:32]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or ModelError naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}", path=str(path)) from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}", path=str(path))
+    return data
+
+
+def _find_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / INDEX_NAME
+    if index.exists():
+        return _indexed_files(folder, index)
+    single = folder / "model.safetensors"
+    if single.exists():
+        return (single,)
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    hint = f"; it has {', '.join(others[:5])}" if others else ""
+    raise ModelError(
+        f"{folder}: no model.safetensors and no {INDEX_NAME}{hint}. Weights are read from safetensors only "
+        "(load_format='random' needs none)",
+        path=str(folder),
+    )
+
+
+def _indexed_files(folder: Path, index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: has no weight_map", path=str(index))
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index}: names the file {name!r}, which is not in its own folder", path=str(index))
+        if not (folder / name).exists():
+            raise ModelError(f"{folder / name}: missing; {INDEX_NAME} names it", path=str(folder / name))
+    return tuple(folder / name for name in names)
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    try:
+        return _parse_header(file)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file}: damaged safetensors header: {error}", path=str(file)) from error
+
+
+def _parse_header(file: Path) -> dict[str, TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{file}: not a safetensors file, or truncated within its header ({size} bytes)", path=str(file))
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    entries = {name: _parse_entry(file, 8 + length, name, raw) for name, raw in header.items()}
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda e: e.offset):
+        if entry.offset != end:
+            raise ValueError(f"data at {entry.offset} overlaps or leaves a hole after {end}")
+        end += entry.nbytes
+    if end != size:
+        state = "truncated" if size < end else "longer than its header says"
+        raise ModelError(f"{file}: {state}: the header describes {end} bytes, the file has {size}", path=str(file))
+    return entries
+
+
+def _parse_entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorEntry:
+    dtype = _DTYPES.get(raw["dtype"])
+    if dtype is None:
+        raise ModelError(f"{file}: tensor {name!r} has dtype {raw['dtype']}, which is not supported", path=str(file))
+    shape = tuple(int(n) for n in raw["shape"])
+    begin, end = (int(n) for n in raw["data_offsets"])
+    nbytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
+        raise ValueError(f"tensor {name!r} of shape {list(shape)} does not take bytes {begin} to {end}")
+    return TensorEntry(file, base + begin, nbytes, dtype, shape)
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}", path=str(file)) from error
+
+
+def _hash_chunk(descriptor: int, offset: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, offset)).digest()
+
+
+def _read_tensor(descriptor: int, entry: TensorEntry, target: torch.Tensor) -> None:
+    if tuple(target.shape) != entry.shape:
+        raise ModelError(f"{entry.file}: shape {list(entry.shape)} where {list(target.shape)} is needed", path=str(entry.file))
+    direct = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
+    landing = target if direct else torch.empty(entry.shape, dtype=entry.dtype)
+    buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < entry.nbytes:
+        count = os.preadv(descriptor, [buffer[done:]], entry.offset + done)
+        if count == 0:
+            raise ModelError(f"{entry.file}: ends at byte {entry.offset + done}, within a tensor", path=str(entry.file))
+        done += count
+    if not direct:
+        target.copy_(landing)

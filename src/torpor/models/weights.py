@@ -1,0 +1,152 @@
+"""Where weights come from, and how they get into tensors that already exist.
+
+A source fills the same tensors again and again: at load, and by the wake that follows a level-2 sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from torpor.errors import ModelError
+from torpor.models.checkpoint import Checkpoint, hash_files, sign_files
+from torpor.models.quiet import quiet_transformers
+from torpor.models.source import ResolvedModel
+
+_RANDOM_SEED = 0
+_RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # older checkpoints carry these buffers; the model computes them
+
+
+class WeightSource(Protocol):
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Write every target, in place. Keys are names of the model's state dict; tied tensors appear once. ModelError when one
+        cannot be filled, or when the source is not what it was when the model was resolved."""
+
+
+def choose_source(resolved: ResolvedModel, model: Any, names: Iterable[str]) -> WeightSource:
+    """``names``: what there is to fill. Straight reads if the files hold exactly the model's tensors, else transformers
+    converts."""
+    checkpoint = resolved.checkpoint
+    if checkpoint is None:
+        return RandomWeights(model)
+    state = model.state_dict()
+    stored = {name: entry.shape for name, entry in checkpoint.entries.items() if not _RECOMPUTED.search(name)}
+    # A stored name beyond those to fill is a second copy of a tied tensor. Any other is transformers' to convert or to report.
+    if stored.keys() <= state.keys() and all(stored.get(name) == tuple(state[name].shape) for name in names):
+        return CheckpointWeights(resolved, checkpoint)
+    return ConvertedWeights(resolved, checkpoint, model)
+
+
+class CheckpointWeights:
+    """Safetensors whose tensors are the model's own: read straight into place."""
+
+    def __init__(self, resolved: ResolvedModel, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._unchanged = _Unchanged(resolved, checkpoint)
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        self._unchanged.check()
+        self._checkpoint.read_into(targets)
+
+
+class ConvertedWeights:
+    """Safetensors that transformers renames, splits or merges on the way: loaded whole into host memory, then copied."""
+
+    def __init__(self, resolved: ResolvedModel, checkpoint: Checkpoint, model: Any) -> None:
+        self._resolved = resolved
+        self._unchanged = _Unchanged(resolved, checkpoint)
+        self._class = type(model)
+        self._dtype = model.dtype
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        self._unchanged.check()
+        state = self._load()
+        for name, target in targets.items():
+            target.copy_(state.pop(name))
+
+    def _load(self) -> dict[str, torch.Tensor]:
+        path = str(self._resolved.path)
+        try:
+            with quiet_transformers():
+                model, info = self._class.from_pretrained(
+                    path,
+                    config=copy.deepcopy(self._resolved.hf_config),
+                    dtype=self._dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # they come back in the report, by name
+                    output_loading_info=True,
+                )
+        except Exception as error:  # transformers raises whatever loading meets
+            raise ModelError(f"{path}: transformers cannot load these weights: {error}", path=path) from error
+        problems = {kind: sorted(map(str, keys))[:5] for kind, keys in info.items() if keys}
+        if problems:
+            text = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(keys)}" for kind, keys in problems.items())
+            raise ModelError(f"{path}: the weights do not fit the configuration: {text}", path=path)
+        return dict(model.state_dict())
+
+
+class RandomWeights:
+    """What the model's own initialisation makes of a fixed seed: the same bytes every time."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        for target in targets.values():
+            target.fill_(float("nan") if target.is_floating_point() else 0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_RANDOM_SEED)
+            initialise(self._model)
+        for name, target in targets.items():
+            if target.is_floating_point() and bool(target.isnan().any()):
+                raise ModelError(
+                    f"{type(self._model).__name__} does not initialise {name}: it cannot run with load_format='random'"
+                )
+
+
+class _Unchanged:
+    """A checkpoint's files are still those that were resolved: by size, time and inode, or else byte for byte."""
+
+    def __init__(self, resolved: ResolvedModel, checkpoint: Checkpoint) -> None:
+        self._files = checkpoint.files
+        self._signature = checkpoint.signature
+        self._hash = resolved.weights_hash
+
+    def check(self) -> None:
+        signature = sign_files(self._files)
+        if signature == self._signature:
+            return
+        if hash_files(self._files) != self._hash:
+            folder = str(self._files[0].parent)
+            raise ModelError(
+                f"{folder}: the weights on disk are not those the engine was started with (changed or damaged since): "
+                "restore them, or start anew",
+                path=folder,
+            )
+        self._signature = signature
+
+
+def initialise(model: Any, modules: Iterable[torch.nn.Module] | None = None) -> None:
+    """Run the model's own initialisation on ``modules`` (None: all of them), in place."""
+    with torch.no_grad():
+        for module in model.modules() if modules is None else modules:
+            model._init_weights(module)
+
+
+@contextlib.contextmanager
+def protected(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For the length of the block, transformers' initialisation leaves these tensors alone (it honours this mark of its own)."""
+    marked = list({id(tensor): tensor for tensor in tensors}.values())  # tied ones once
+    for tensor in marked:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
