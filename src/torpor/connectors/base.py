@@ -1,0 +1,202 @@
+"""The contract of a KV connector. Names follow vLLM's V1 connectors, so a connector written for them reads alike.
+
+A connector has two sides in the engine process: the scheduler side decides (no torch, no transport), the worker side moves bytes.
+Scheduler-side methods are called by the scheduler between steps, worker-side ones by the worker inside a step, all on the
+engine's loop thread; both must return quickly. Work in the background belongs to threads of the connector's own.
+
+A registration lives exactly as long as the mapping it covers: the memory layer calls ``release_kv_caches`` before it unmaps the
+``kv_cache`` tag and ``restore_kv_caches`` after it mapped it again, for a connector whose class declares ``supports_sleep_mode``.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torpor.connectors.config import ConnectorConfig
+from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from torpor.memory import Memory
+    from torpor.request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """Pull the KV of one request: remote block ``first_block + i`` goes to ``local_block_ids[i]``.
+
+    Without local blocks nothing is read and nothing reported: the owner only hears that it may let go.
+    """
+
+    request_id: str
+    local_block_ids: list[BlockId]
+    params: dict[str, Any]  # the producer's kv_transfer_params, untrusted
+    first_block: int = 0  # blocks before it are in the prefix cache here
+    digest: bytes = b""  # of the tokens whose KV this is meant to be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff:
+    """A finished prefill whose blocks wait for a reader until ``lease_s`` has passed."""
+
+    request_id: str
+    block_ids: list[BlockId]
+    num_tokens: int
+    lease_s: float
+    lease: int = 0  # its number, counted up by the scheduler side; params name it
+    digest: bytes = b""  # of the tokens whose KV this is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorMetadata:
+    """What the scheduler side tells the worker side for one step."""
+
+    loads: list[LoadRequest] = field(default_factory=list)
+    hand_offs: list[HandOff] = field(default_factory=list)
+    cancelled: list[str] = field(
+        default_factory=list
+    )  # loads whose request was aborted or timed out: their blocks are not touched after the ack
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.hand_offs or self.cancelled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What the worker side finished since it was last asked. A request id appears in one of them, once."""
+
+    sending: frozenset[str] = frozenset()  # hand-offs read by a peer, expired, or withdrawn by a release: free the blocks
+    recving: frozenset[str] = frozenset()  # loads complete, and the owner's epoch was checked after the read (P3)
+    failed: frozenset[str] = frozenset()  # loads that will not complete; nothing writes to their blocks any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStats:
+    peer: str
+    direction: str  # "reads from us", "we read from it"
+    epoch: str
+    leases: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorStats:
+    connector: str
+    engine_id: str
+    path: str  # which way the bytes go, in words: "shared memory of one host", "UCX tcp"
+    epoch: str | None  # None while released
+    registered_bytes: int
+    pending_hand_offs: int
+    loads_in_flight: int
+    loads_done: int
+    loads_failed: int
+    bytes_received: int
+    peers: tuple[PeerStats, ...] = ()
+
+
+class KVConnectorScheduler(abc.ABC):
+    """The scheduler side. One per engine; no torch."""
+
+    @abc.abstractmethod
+    def get_num_new_matched_tokens(self, request: GenerationRequest, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond ``num_computed_tokens`` a peer holds, and whether they arrive asynchronously. (0, False): none.
+
+        Changes nothing. Never raises for bad ``kv_transfer_params``: those were checked by ``check_params`` at admission.
+        """
+
+    @abc.abstractmethod
+    def update_state_after_alloc(self, request: GenerationRequest, block_ids: list[BlockId], num_external_tokens: int) -> None:
+        """Blocks for the external tokens were allocated (none when it is 0): the next metadata will carry the load."""
+
+    @abc.abstractmethod
+    def request_finished(
+        self, request: GenerationRequest, block_ids: list[BlockId], num_computed_tokens: int
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended with its KV intact. (True, params): the connector keeps the blocks until ``Finished.sending`` names the
+        request, and ``params`` goes to the client as ``kv_transfer_params``. (False, None): free them now."""
+
+    @abc.abstractmethod
+    def cancel_load(self, request_id: str) -> None:
+        """Stop a load; the scheduler keeps the blocks until ``Finished.recving`` or ``.failed`` names the request."""
+
+    @abc.abstractmethod
+    def build_connector_meta(self) -> ConnectorMetadata:
+        """What came up since the last call. Clears it."""
+
+    @abc.abstractmethod
+    def check_params(self, params: dict[str, Any], num_prompt_tokens: int) -> None:
+        """RequestError when a client's ``kv_transfer_params`` are malformed (types, ranges, counts). Called at admission."""
+
+    def set_kv_metadata(self, metadata: dict[str, Any] | None) -> None:  # noqa: B027
+        """The worker side's handshake metadata, anew after every restore (None while released): goes into ``request_finished``'s
+        params."""
+
+
+class KVConnectorWorker(abc.ABC):
+    """The worker side: registers the KV cache and moves bytes."""
+
+    @abc.abstractmethod
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, memory: Memory) -> None:
+        """Make the KV cache known to the transport. Called once, outside every pool (E1); the tensors are the runner's own and
+        keep their addresses for life. Starts listening for peers. Raises TransportError or ConnectorError."""
+
+    @abc.abstractmethod
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """Begin what ``metadata`` asks for. Does not block and does not raise for one bad load: that one comes back in
+        ``failed``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
+        """For connectors that load inside the forward pass. Asynchronous ones need not do anything."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:  # noqa: B027
+        """For connectors that push layer by layer."""
+
+    def wait_for_save(self) -> None:  # noqa: B027
+        """Blocks until what ``save_kv_layer`` began no longer reads the cache."""
+
+    @abc.abstractmethod
+    def get_finished(self) -> Finished:
+        """What finished since the last call; also ends leases that are due. Does not block."""
+
+    @abc.abstractmethod
+    def release_kv_caches(self) -> None:
+        """Before the unmap: stop reads of our own, withdraw from every peer and wait for their acknowledgement (P2), end all
+        hand-offs, deregister, and check that nothing is pinned (P4a). Blocks at most ``withdraw_timeout_s``. PeerError names who
+        did not let go; then everything is registered and served again as before. Idempotent."""
+
+    @abc.abstractmethod
+    def restore_kv_caches(self) -> None:
+        """After the map: register anew under a new epoch. Idempotent; a failed one is retried by the next wake. Raises
+        TransportError."""
+
+    @abc.abstractmethod
+    def get_handshake_metadata(self) -> dict[str, Any] | None:
+        """What a peer needs to find us: plain msgpack types, epoch included. None while released."""
+
+    @abc.abstractmethod
+    def epoch(self) -> Epoch | None: ...
+
+    @abc.abstractmethod
+    def stats(self) -> ConnectorStats: ...
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """Withdraw from peers, close sockets, threads and imports. Idempotent, never raises."""
+
+
+class KVConnector(abc.ABC):
+    """What the registry holds: a factory of the two sides, and static facts about the class."""
+
+    supports_sleep_mode: ClassVar[bool] = False
+    guarded: ClassVar[bool] = True  # P4: the KV cache's pool keeps zero pages in its range while it sleeps
+
+    @classmethod
+    @abc.abstractmethod
+    def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler: ...
+
+    @classmethod
+    @abc.abstractmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker: ...

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+KVRole = Literal["producer", "consumer", "both"]
+KV_ROLES: tuple[KVRole, ...] = ("producer", "consumer", "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """``connector`` is a registered name (``ipc``, ``nixl``) or ``module:Class``."""
+
+    connector: str
+    role: KVRole = "both"
+    engine_id: str | None = None  # None: a random one per start
+    host: str = "127.0.0.1"  # control channel: where peers find us
+    port: int = 0  # 0: any free port. ``ipc`` needs none
+    secret_file: str | None = None  # shared secret of the control channel; required when host is not loopback
+    withdraw_timeout_s: float = 5.0  # how long a sleep waits for peers to let go
+    lease_heartbeat_s: float = 1.0
+    handoff_lease_s: float = 30.0  # how long a hand-off waits for its reader; the engine sets it from SchedulerConfig
+    extra: dict[str, Any] = field(default_factory=dict)  # the connector's own options; unknown ones are refused by it

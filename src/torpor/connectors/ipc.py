@@ -1,0 +1,176 @@
+"""``ipc``: peers on one host. The descriptors of the KV cache's extents travel over a Unix socket, the reader maps them
+read-only and copies blocks with the device's own copy engine. Nothing is copied by the owner.
+
+A reader's mapping keeps the owner's pages whatever the owner does with its own. So the owner never unmaps while one is left, and
+a peer that lost its connection counts as gone only when the kernel shows that it neither maps nor has open any of our extents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from torpor._native import Import
+from torpor.connectors import doors
+from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
+from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.doors import Credentials, UnixDoor
+from torpor.connectors.fence import FencePage, FenceView
+from torpor.connectors.geometry import KV_TAG, Geometry
+from torpor.connectors.options import Options
+from torpor.connectors.scheduler import PullScheduler
+from torpor.connectors.transport import BlockRead, Publication, RemoteMemory, Target, Transport
+from torpor.connectors.wire import Offer
+from torpor.connectors.worker import PullWorker
+from torpor.errors import BugError, ConfigurationError, DeviceError, HandshakeError, PeerError, TransportError
+from torpor.kvcache.types import KVCacheSpec
+from torpor.memory.procfs import Inode, open_memfds, read_mappings
+
+if TYPE_CHECKING:
+    from torpor.memory import ExportedPool, Memory
+
+PIECE_BYTES = 8 << 20  # copied between two looks at whether to go on
+
+
+class IpcTransport(Transport):
+    name: ClassVar[str] = "ipc"
+    imports_hold_memory: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig, options: Options) -> None:
+        if config.engine_id is None:
+            raise BugError("a connector's engine_id is chosen before its sides are made")
+        self._engine_id = config.engine_id
+        self._folder = Path(options.socket_dir) if options.socket_dir else doors.default_socket_dir()
+        self._path = doors.socket_path(self._folder, self._engine_id)
+        self._memory: Memory  # from open() on
+        self._geometry: Geometry
+        self._exported: ExportedPool | None = None
+        self._inodes: frozenset[Inode] = frozenset()
+
+    @property
+    def path(self) -> str:
+        return "shared memory of one host"
+
+    def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
+        self._geometry, self._memory = geometry, memory
+
+    def publish(self) -> Publication:
+        self.unpublish()
+        exported = self._memory.exports(KV_TAG)
+        descriptors = tuple(fd for region in exported.regions for fd in region.fds)
+        self._exported = exported
+        self._inodes = frozenset((status.st_dev, status.st_ino) for status in map(os.fstat, descriptors))
+        return Publication(extents=tuple(region.extents for region in exported.regions), descriptors=descriptors)
+
+    def unpublish(self) -> None:
+        exported, self._exported = self._exported, None
+        if exported is not None:
+            exported.close()
+
+    def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
+        wanted = 1 + sum(len(region.extents) for region in offer.regions)
+        if len(descriptors) != wanted:
+            raise HandshakeError(f"{who} sent {len(descriptors)} descriptors for {wanted} pieces of memory", peer=who)
+        with contextlib.ExitStack() as undo:
+            fence = undo.enter_context(contextlib.closing(FenceView(descriptors[0], offer.fence_slots)))
+            imports = []
+            rest = list(descriptors[1:])
+            for region in offer.regions:
+                part, rest = rest[: len(region.extents)], rest[len(region.extents) :]
+                imports.append(undo.enter_context(self._import(part, region.extents, who)))
+            remote = IpcRemote(self._memory, self._geometry, theirs.at([i.address for i in imports]), imports, fence, who)
+            undo.pop_all()
+            return remote
+
+    def _import(self, descriptors: Sequence[int], sizes: Sequence[int], who: str) -> Import:
+        try:
+            return self._memory.device.import_extents(descriptors, sizes)
+        except ConfigurationError as error:
+            raise HandshakeError(f"{who} sent descriptors that cannot be mapped: {error}", peer=who) from error
+        except DeviceError as error:
+            raise TransportError(f"cannot map the KV cache of {who}: {error}", transport=self.name) from error
+
+    def listen(self) -> UnixDoor:
+        return UnixDoor(self._path)
+
+    def dial(self, target: Target, timeout_s: float) -> socket.socket:
+        return doors.dial_unix(doors.socket_path(self._folder, target.engine_id), f"engine {target.engine_id!r}", timeout_s)
+
+    def where(self) -> tuple[str, int]:
+        return "localhost", 0
+
+    def lets_go(self, credentials: Credentials | None) -> bool:
+        """A process that is not visible from here cannot be looked into: then the sleep report is what tells."""
+        if credentials is None or credentials.pid in (0, os.getpid()):
+            return True
+        if doors.start_time(credentials.pid) != credentials.started:
+            return True
+        try:
+            mapped = any(mapping.inode in self._inodes for mapping in read_mappings(credentials.pid))
+            return not mapped and not any(inode in self._inodes for _, inode in open_memfds(credentials.pid))
+        except OSError:
+            return doors.start_time(credentials.pid) != credentials.started
+
+    def close(self) -> None:
+        self.unpublish()
+
+
+class IpcRemote(RemoteMemory):
+    """A peer's extents, mapped here read-only."""
+
+    def __init__(
+        self, memory: Memory, ours: Geometry, theirs: Geometry, imports: list[Import], fence: FenceView, who: str
+    ) -> None:
+        self._memory = memory
+        self._ours = ours
+        self._theirs = theirs
+        self._imports = imports
+        self._fence = fence
+        self._who = who
+
+    def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
+        block_bytes = self._ours.spec.block_bytes
+        step = max(1, PIECE_BYTES // block_bytes)
+        local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.uint64)
+        for dst, src in zip(self._ours.arrays(), self._theirs.arrays(), strict=True):
+            for start in range(0, len(local), step):
+                if request.stop():
+                    raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
+                if time.monotonic() > request.deadline:
+                    raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
+                with request.writing():
+                    self._memory.device.copy_blocks(
+                        dst, src, block_bytes, local[start : start + step], remote[start : start + step]
+                    )
+        return len(local) * block_bytes * len(self._ours.arrays())
+
+    def look(self, lease: int) -> tuple[Sequence[int], int]:
+        return self._fence.look(lease)
+
+    def close(self) -> bool:
+        for imported in self._imports:
+            imported.close()
+        self._fence.close()
+        return True
+
+
+class IpcConnector(KVConnector):
+    """Registered as ``ipc``. Options in ``extra``: ``socket_dir`` (the same on both engines) and those all transports have."""
+
+    supports_sleep_mode: ClassVar[bool] = True
+
+    @classmethod
+    def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:
+        return PullScheduler(config, spec)
+
+    @classmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
+        options = Options.of(config, known={"socket_dir"})
+        return PullWorker(config, spec, IpcTransport(config, options), options)

@@ -1,0 +1,213 @@
+"""The reader's end of one connection, which is one import of one epoch of one peer. It lives as long as the import does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+from torpor.connectors import wire
+from torpor.connectors.channel import Channel, close_descriptors
+from torpor.connectors.fence import Verdict, judge
+from torpor.connectors.geometry import Geometry, of_offer
+from torpor.connectors.handshake import expect, greet
+from torpor.connectors.loads import Load
+from torpor.connectors.options import Options
+from torpor.connectors.transport import BlockRead, RemoteMemory, Target, Transport
+from torpor.errors import HandshakeError, PeerError, StaleEpochError
+from torpor.kvcache.types import Epoch
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
+GRACE_POLL_S = 0.005
+JOIN_S = 5.0
+
+
+class Link:
+    """Made by ``connect``. Reads are the puller's thread's; its own thread hears the owner, also while we sleep."""
+
+    def __init__(self, channel: Channel, offer: wire.Offer, theirs: Geometry, remote: RemoteMemory, heartbeat_s: float) -> None:
+        self.engine_id = offer.engine_id
+        self.epoch: Epoch = wire.parse_epoch(offer.epoch, channel.peer)
+        self.theirs = theirs
+        self.bytes = 0
+        self.reads = 0
+        self._key = offer.lease_key
+        self._channel = channel
+        self._remote = remote
+        self._heartbeat_s = heartbeat_s
+        self._stopping = threading.Event()  # no read begins any more
+        self._using = threading.Lock()  # held by a read, and by whoever drops the import
+        self._thread = threading.Thread(target=self._listen, name=f"torpor-kv-link {channel.peer}", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        return self._channel.peer
+
+    @property
+    def alive(self) -> bool:
+        return not self._stopping.is_set()
+
+    def read(self, load: Load, ours: Geometry, timeout_s: float) -> None:
+        """Fetches the blocks of a load and proves them right (P3). PeerError, StaleEpochError, TransportError, LoadCancelled."""
+        load.check_against(ours, self.theirs, str(self))
+        expected = load.expected_word(self._key)
+        with self._using:
+            self._check_alive()
+            request = BlockRead(
+                local=load.local,
+                remote=load.remote,
+                writing=load.writing,
+                stop=self._stopping.is_set,
+                deadline=time.monotonic() + timeout_s,
+            )
+            moved = self._remote.read(request, lambda: self._confirm(load, expected))
+            self._confirm(load, expected)
+        self.bytes += moved
+        self.reads += 1
+
+    def tell_done(self, load: Load) -> None:
+        with contextlib.suppress(PeerError):
+            word = load.expected_word(self._key).to_bytes(8, "big")
+            self._channel.send(wire.ReadDone(lease=load.lease, commitment=word))
+
+    def stop(self) -> None:
+        """No read begins any more, and one that runs ends soon."""
+        self._stopping.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stops reads, drops the import, says goodbye. False when a read did not stop in time: the import is dropped when it
+        does. Idempotent."""
+        self.stop()
+        if not self._using.acquire(timeout=timeout_s):
+            self._channel.abort()
+            return False
+        try:
+            dropped = self._remote.close()
+        finally:
+            self._using.release()
+        if dropped:
+            with contextlib.suppress(PeerError):
+                self._channel.send(wire.Goodbye())
+        self._channel.abort()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+        return dropped
+
+    def _check_alive(self) -> None:
+        if self._stopping.is_set():
+            raise PeerError(f"{self} has withdrawn its KV cache or is gone", peer=str(self))
+
+    def _confirm(self, load: Load, expected: int) -> None:
+        """What was read before this call is right: the owner still had that epoch mapped and that lease open."""
+        started = time.monotonic()
+        while True:
+            verdict = judge(*self._remote.look(load.lease), self.epoch, load.lease, expected)
+            if verdict is Verdict.VALID:
+                return
+            if verdict is not Verdict.NOT_YET or time.monotonic() - started > GRACE_S:
+                break
+            self._check_alive()
+            time.sleep(GRACE_POLL_S)
+        if verdict in (Verdict.RELEASED, Verdict.OTHER_EPOCH):
+            raise StaleEpochError(
+                f"{self} has released the memory that was read (epoch {self.epoch}: {verdict.value})",
+                peer=str(self),
+                expected=str(self.epoch),
+                found=verdict.value,
+            )
+        raise PeerError(
+            f"{self} does not lease these blocks for request {load.params.remote_request_id}: {verdict.value}", peer=str(self)
+        )
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                received = self._channel.receive(self._heartbeat_s)
+                if received is None:
+                    self._channel.send(wire.Ping())
+                    continue
+                message = received[0]
+                if isinstance(message, wire.Withdraw) and message.epoch == str(self.epoch):
+                    self._let_go()
+                    return
+                raise PeerError(f"{self} sent {type(message).__name__} where none is due", peer=str(self))
+        except PeerError as error:
+            if self.alive:
+                logger.info("the connection to %s has ended: %s", self, error)
+        finally:
+            self._stopping.set()
+            with self._using:
+                self._remote.close()
+            self._channel.close()
+
+    def _let_go(self) -> None:
+        """The answer to a withdrawal: sent when nothing is in flight and nothing is held any more, or not at all."""
+        self._stopping.set()
+        with self._using:
+            dropped = self._remote.close()
+        if dropped:
+            self._channel.send(wire.Withdrawn(epoch=str(self.epoch)))
+        else:
+            logger.warning("a read from %s is still in flight: its withdrawal is not acknowledged", self)
+
+
+def connect(
+    target: Target,
+    engine_id: str,
+    ours: Geometry,
+    transport: Transport,
+    secret: bytes | None,
+    options: Options,
+    heartbeat_s: float,
+) -> Link:
+    """Finds the peer, proves, asks, imports. PeerError, HandshakeError, AsleepError, TransportError."""
+    who = f"engine {target.engine_id!r}"
+    channel = Channel(transport.dial(target, options.connect_timeout_s), who, io_timeout_s=options.handshake_timeout_s)
+    descriptors: list[int] = []
+    try:
+        deadline = time.monotonic() + options.handshake_timeout_s
+        greet(channel, secret, transport.name, deadline)
+        channel.send(
+            wire.ImportRequest(
+                engine_id=engine_id, remote_engine_id=target.engine_id, spec=ours.wire_spec(), heartbeat_s=heartbeat_s
+            )
+        )
+        offer, _ = expect(channel, wire.Offer, deadline)
+        if offer.engine_id != target.engine_id:
+            raise HandshakeError(f"{who} says it is {offer.engine_id!r}", peer=who)
+        wire.check_compatible(ours.spec, offer.spec, who)
+        theirs = of_offer(offer, who)
+        _receive_descriptors(channel, offer.descriptors, descriptors, deadline)
+        remote = transport.attach(offer, theirs, descriptors, who)
+    except BaseException:
+        channel.close()
+        raise
+    finally:
+        close_descriptors(descriptors)
+    return _keep(channel, offer, theirs, remote, heartbeat_s)
+
+
+def _keep(channel: Channel, offer: wire.Offer, theirs: Geometry, remote: RemoteMemory, heartbeat_s: float) -> Link:
+    try:
+        return Link(channel, offer, theirs, remote, heartbeat_s)
+    except BaseException:
+        remote.close()
+        channel.close()
+        raise
+
+
+def _receive_descriptors(channel: Channel, wanted: int, into: list[int], deadline: float) -> None:
+    if wanted and not channel.is_local:
+        raise HandshakeError(f"{channel.peer} offers descriptors over a network", peer=channel.peer)
+    into.extend(channel.take_descriptors())
+    while len(into) < wanted:
+        message, _ = expect(channel, wire.Descriptors, deadline)
+        part = channel.take_descriptors()
+        into.extend(part)
+        if len(part) != message.count:
+            raise HandshakeError(f"{channel.peer} announced {message.count} descriptors and sent {len(part)}", peer=channel.peer)
+    if len(into) != wanted:
+        raise HandshakeError(f"{channel.peer} offered {wanted} descriptors and sent {len(into)}", peer=channel.peer)

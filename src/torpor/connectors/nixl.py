@@ -1,0 +1,158 @@
+"""``nixl``: blocks are read one-sided through NIXL (UCX), over RDMA, TCP, or between processes of one host.
+
+The owner registers its pool's regions at every mapping and deregisters them before every unmap. The reader registers nothing that
+sleeps: bytes arrive in a staging buffer of its own, are checked against the owner's fence, and only then copied into the KV
+cache. A read that never ends - UCX has no way to stop one, its bytes land even after its handle and its peer were removed - can
+so do no harm: its agent and buffer are set aside until it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torpor.connectors import doors
+from torpor.connectors.auth import check_host, load_secret
+from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
+from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.doors import TcpDoor
+from torpor.connectors.fence import FencePage
+from torpor.connectors.geometry import Geometry
+from torpor.connectors.nixl_agent import Agent
+from torpor.connectors.nixl_reads import NixlRemote, Station
+from torpor.connectors.options import Options
+from torpor.connectors.scheduler import PullScheduler
+from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
+from torpor.connectors.wire import Offer
+from torpor.connectors.worker import PullWorker
+from torpor.errors import BugError
+from torpor.kvcache.types import KVCacheSpec
+
+if TYPE_CHECKING:
+    from torpor.memory import Memory
+
+logger = logging.getLogger(__name__)
+
+_unended: list[Station] = []  # with a read in flight when their transport closed: destroying their agents could kill the owner
+
+
+class NixlTransport(Transport):
+    name: ClassVar[str] = "nixl"
+    imports_hold_memory: ClassVar[bool] = False
+
+    def __init__(self, config: ConnectorConfig, options: Options) -> None:
+        if config.engine_id is None:
+            raise BugError("a connector's engine_id is chosen before its sides are made")
+        check_host(config.host, load_secret(config.secret_file))
+        self._config = config
+        self._options = options
+        # NIXL keeps what it knows of a name: a restarted engine must not meet it with its old one.
+        self._agent_name = f"{config.engine_id}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count(1)
+        self._agent: Agent | None = None
+        self._memory: Memory  # from open() on
+        self._geometry: Geometry
+        self._registration: Any = None
+        self._door: TcpDoor | None = None
+        self._lock = threading.Lock()
+        self._spare: Station | None = None
+        self._set_aside: list[Station] = []
+
+    @property
+    def path(self) -> str:
+        return f"NIXL, UCX {self._options.ucx_tls}" if self._options.ucx_tls else "NIXL, UCX (it chooses the transport)"
+
+    def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
+        self._geometry, self._memory = geometry, memory
+        if self._config.role != "producer":
+            self._spare = self._new_station()
+        if self._config.role != "consumer":
+            self._agent = Agent(self._agent_name, serves=True, tls=self._options.ucx_tls)
+            self._agent.register([(fence.address, fence.nbytes)], "DRAM", 0)
+
+    def publish(self) -> Publication:
+        assert self._agent is not None
+        self.unpublish()
+        kind, device = memory_kind(self._memory)
+        ranges = list(zip(self._geometry.bases, self._geometry.sizes, strict=True))
+        self._registration = self._agent.register(ranges, kind, device)
+        return Publication(extents=tuple((size,) for size in self._geometry.sizes), blob=self._agent.metadata())
+
+    def unpublish(self) -> None:
+        registration, self._registration = self._registration, None
+        if registration is not None and self._agent is not None:
+            self._agent.deregister(registration)
+
+    def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
+        with self._lock:
+            station, self._spare = self._spare, None
+        station = station or self._new_station()
+        try:
+            return NixlRemote(self._memory, self._geometry, theirs, station, offer, who, self._dispose)
+        except BaseException:
+            self._dispose(station)
+            raise
+
+    def _new_station(self) -> Station:
+        kind, device = memory_kind(self._memory)
+        name = f"{self._agent_name}-r{next(self._numbers)}"
+        return Station(name, self._geometry, kind, device, self._options)
+
+    def _dispose(self, station: Station) -> bool:
+        """Closes a station, or sets it aside while a read of it is in flight. Whether it is closed."""
+        with self._lock:
+            stations, self._set_aside = [*self._set_aside, station], []
+            self._set_aside = [s for s in stations if not s.close()]
+            if station in self._set_aside:
+                logger.warning("a read does not end: its buffer is set aside (%d of them now)", len(self._set_aside))
+                return False
+            return True
+
+    def listen(self) -> TcpDoor:
+        self._door = TcpDoor(self._config.host, self._config.port)
+        return self._door
+
+    def dial(self, target: Target, timeout_s: float) -> socket.socket:
+        return doors.dial_tcp(target.host, target.port, f"engine {target.engine_id!r}", timeout_s)
+
+    def where(self) -> tuple[str, int]:
+        if self._door is None:
+            raise BugError("the port is known after listen()")
+        return self._config.host, self._door.port
+
+    def close(self) -> None:
+        try:
+            self.unpublish()
+        finally:
+            with self._lock:
+                stations = [*self._set_aside, *([self._spare] if self._spare is not None else [])]
+                self._spare, self._set_aside = None, []
+                _unended.extend(s for s in stations if not s.close())
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
+
+
+def memory_kind(memory: Memory) -> tuple[str, int]:
+    """NIXL's words for where the pools lie, and the device's number."""
+    return ("VRAM", memory.config.device) if memory.device.driver == "cuda" else ("DRAM", 0)
+
+
+class NixlConnector(KVConnector):
+    """Registered as ``nixl``. Options in ``extra``: ``ucx_tls``, ``staging_bytes``, and those all transports have."""
+
+    supports_sleep_mode: ClassVar[bool] = True
+
+    @classmethod
+    def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:
+        return PullScheduler(config, spec, dials_hosts=True)
+
+    @classmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
+        options = Options.of(config, known={"ucx_tls", "staging_bytes"})
+        return PullWorker(config, spec, NixlTransport(config, options), options)

@@ -1,0 +1,155 @@
+"""The reader's end of ``nixl``: a station - an agent with a staging buffer - and a peer's memory seen from it."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torpor.connectors.fence import HEADER_WORDS, WORD_BYTES
+from torpor.connectors.geometry import Geometry
+from torpor.connectors.nixl_agent import Agent, Indices, Read
+from torpor.connectors.options import Options
+from torpor.connectors.transport import BlockRead, RemoteMemory
+from torpor.connectors.wire import Offer
+from torpor.errors import HandshakeError, PeerError, TransportError
+
+if TYPE_CHECKING:
+    from torpor.memory import Memory
+
+LOOK_TIMEOUT_S = 2.0
+
+
+class Station:
+    """Registered memory outside every pool, and the agent it is registered with. Serves one peer at a time.
+
+    staging:  array 0: slot 0 | slot 1 | ... | array 1: slot 0 | ...       (an array: K or V of one layer)
+    """
+
+    def __init__(self, name: str, ours: Geometry, kind: str, device: int, options: Options) -> None:
+        import torch
+
+        block_bytes, self.arrays = ours.spec.block_bytes, 2 * ours.spec.num_layers
+        self.block_bytes = block_bytes
+        self.slots = max(1, min(ours.spec.num_blocks, options.staging_bytes // (self.arrays * block_bytes)))
+        self.nbytes = self.slots * self.arrays * block_bytes
+        self.kind, self.device = kind, device
+        self.agent = Agent(name, serves=False, tls=options.ucx_tls)
+        where = f"cuda:{device}" if kind == "VRAM" else "cpu"
+        self._staging = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self.words = np.frombuffer(self._page, dtype=np.uint64)
+        self.address = self._staging.data_ptr()
+        self.flight: Read | None = None
+        self.borrowed: list[Any] = []  # descriptor lists of the peer: NIXL needs them while a read is in flight
+        self._registrations = [
+            self.agent.register([(self.address, self.nbytes)], kind, device),
+            self.agent.register([(self.words.ctypes.data, mmap.PAGESIZE)], "DRAM", 0),
+        ]
+        self.blocks = self.agent.prepare(None, _rows((self.address, block_bytes, device, self.slots * self.arrays)), kind)
+        self.look = self.agent.prepare(None, _rows((self.words.ctypes.data, WORD_BYTES, 0, HEADER_WORDS + 1)), "DRAM")
+
+    def fly(self, read: Read, deadline: float, who: str) -> None:
+        """Waits for a read. TransportError when it fails or does not end; in that case it stays in flight."""
+        self.flight = read
+        if not read.wait(deadline):
+            raise TransportError(f"a read from {who} did not end in time (read_timeout_s)", transport="nixl")
+        self.flight = None
+
+    def close(self) -> bool:
+        """False while a read is in flight: bytes may land here and the agent must live. Idempotent."""
+        if self.flight is not None and self.flight.in_flight:
+            return False
+        self.flight = None
+        if self._registrations:
+            for prepared in (*self.borrowed, self.blocks, self.look):
+                prepared.release()
+            self.borrowed = []
+            for registration in self._registrations:
+                self.agent.deregister(registration)
+            self._registrations = []
+            self.agent.close()
+        return True
+
+
+class NixlRemote(RemoteMemory):
+    def __init__(
+        self,
+        memory: Memory,
+        ours: Geometry,
+        theirs: Geometry,
+        station: Station,
+        offer: Offer,
+        who: str,
+        dispose: Callable[[Station], bool],
+    ) -> None:
+        """HandshakeError when the peer's metadata is none, TransportError when its memory cannot be addressed."""
+        self._memory, self._ours, self._theirs = memory, ours, theirs
+        self._station: Station | None = station
+        self._who, self._dispose = who, dispose
+        self._fence_slots = offer.fence_slots
+        agent = station.agent
+        try:
+            peer = agent.add_remote(offer.blob)
+        except TransportError as error:
+            raise HandshakeError(f"{who} sent NIXL metadata that cannot be used: {error}", peer=who) from error
+        rows = [(address, station.block_bytes, station.device, theirs.spec.num_blocks) for address in theirs.arrays()]
+        self._blocks = agent.prepare(peer, _rows(*rows), station.kind)
+        self._fence = agent.prepare(peer, _rows((offer.fence_address, WORD_BYTES, 0, HEADER_WORDS + offer.fence_slots)), "DRAM")
+        station.borrowed += [self._blocks, self._fence]
+
+    def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
+        station = self._live_station()
+        local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.int64)
+        for start in range(0, len(local), station.slots):
+            if request.stop():
+                raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
+            part = slice(start, start + station.slots)
+            self._fetch(station, remote[part], request.deadline)
+            confirm()
+            self._store(station, local[part], request)
+        return len(local) * station.block_bytes * station.arrays
+
+    def look(self, lease: int) -> tuple[Sequence[int], int]:
+        station = self._live_station()
+        words = np.append(np.arange(HEADER_WORDS), HEADER_WORDS + lease % self._fence_slots).astype(np.int32)
+        here = np.arange(HEADER_WORDS + 1, dtype=np.int32)
+        read = station.agent.post_read(station.look, here, self._fence, words)
+        station.fly(read, time.monotonic() + LOOK_TIMEOUT_S, self._who)
+        values = station.words[: HEADER_WORDS + 1].tolist()
+        return values[:HEADER_WORDS], values[HEADER_WORDS]
+
+    def close(self) -> bool:
+        station, self._station = self._station, None
+        return station is None or self._dispose(station)
+
+    def _fetch(self, station: Station, blocks: Any, deadline: float) -> None:
+        """Remote blocks into the first slots of every array."""
+        arrays = np.arange(station.arrays, dtype=np.int64)[:, None]
+        here = _indices(arrays * station.slots + np.arange(len(blocks)))
+        there = _indices(arrays * self._theirs.spec.num_blocks + blocks)
+        station.fly(station.agent.post_read(station.blocks, here, self._blocks, there), deadline, self._who)
+
+    def _store(self, station: Station, blocks: Any, request: BlockRead) -> None:
+        slots = np.arange(len(blocks), dtype=np.uint64)
+        for array, dst in enumerate(self._ours.arrays()):
+            src = station.address + array * station.slots * station.block_bytes
+            with request.writing():
+                self._memory.device.copy_blocks(dst, src, station.block_bytes, blocks, slots)
+
+    def _live_station(self) -> Station:
+        if self._station is None or self._station.flight is not None:
+            raise TransportError(f"the way to {self._who} is closed", transport="nixl")
+        return self._station
+
+
+def _rows(*rows: tuple[int, int, int, int]) -> Any:
+    """(address, block bytes, device, count) each, dense."""
+    return np.array([(address, size, device, size, count) for address, size, device, count in rows], dtype=np.uint64)
+
+
+def _indices(matrix: Any) -> Indices:
+    return np.ascontiguousarray(matrix.reshape(-1), dtype=np.int32)

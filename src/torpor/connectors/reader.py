@@ -1,0 +1,162 @@
+"""The reader's end: loads of all peers, their results, and letting go of everything when our own KV cache goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from torpor.connectors import link as links
+from torpor.connectors.base import Finished, LoadRequest, PeerStats
+from torpor.connectors.geometry import Geometry
+from torpor.connectors.link import Link
+from torpor.connectors.loads import Load, LoadState
+from torpor.connectors.options import Options
+from torpor.connectors.puller import Puller
+from torpor.connectors.transport import Target, Transport
+from torpor.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class Reader:
+    """All methods are the engine's thread's; none but ``release`` and ``close`` blocks."""
+
+    def __init__(
+        self, engine_id: str, ours: Geometry, transport: Transport, secret: bytes | None, options: Options, heartbeat_s: float
+    ) -> None:
+        self._engine_id = engine_id
+        self._ours = ours
+        self._transport = transport
+        self._secret = secret
+        self._options = options
+        self._heartbeat_s = heartbeat_s
+        self._pullers: dict[Target, Puller] = {}
+        self._lock = threading.Lock()
+        self._done: set[str] = set()
+        self._failed: set[str] = set()
+        self._in_flight: set[str] = set()
+        self._counts = {LoadState.DONE: 0, LoadState.FAILED: 0}
+        self._bytes = 0
+        self._released = False
+
+    @property
+    def loads_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def loads_done(self) -> int:
+        return self._counts[LoadState.DONE]
+
+    @property
+    def loads_failed(self) -> int:
+        return self._counts[LoadState.FAILED]
+
+    @property
+    def bytes_received(self) -> int:
+        return self._bytes
+
+    def submit(self, request: LoadRequest) -> None:
+        """Every request with local blocks comes back once, in ``take_finished``."""
+        with self._lock:
+            if request.local_block_ids:
+                self._in_flight.add(request.request_id)
+        try:
+            load = Load(request)
+        except RequestError as error:
+            self._fail(request, str(error))
+            return
+        puller = None if self._released else self._puller_for(load.params.target)
+        if puller is None:
+            self._fail(
+                request, "this engine's KV cache is released" if self._released else "it reads from too many peers (max_peers)"
+            )
+        else:
+            puller.submit(load)
+
+    def cancel(self, request_id: str) -> None:
+        for puller in self._pullers.values():
+            puller.cancel(request_id)
+
+    def take_finished(self) -> Finished:
+        with self._lock:
+            finished = Finished(recving=frozenset(self._done), failed=frozenset(self._failed))
+            self._done, self._failed = set(), set()
+        return finished
+
+    def release(self, deadline: float) -> None:
+        """No load is left and no import is held when it returns, or a warning says of which peer one is: a read over a network
+        that does not end. Nothing of that read can reach our KV cache any more."""
+        self._released = True
+        for puller in self._pullers.values():
+            puller.stop()
+        for puller in self._pullers.values():
+            if not puller.release(max(0.05, deadline - time.monotonic())):
+                logger.warning("a read from engine %s does not end; it is cut off", puller.target.engine_id)
+        with self._lock:
+            # Complete, but nobody has taken note yet: what arrived goes with the memory.
+            self._failed |= self._done
+            self._done = set()
+
+    def admit(self) -> None:
+        self._released = False
+        for puller in self._pullers.values():
+            puller.admit()
+
+    def close(self, deadline: float) -> None:
+        self._released = True
+        for puller in self._pullers.values():
+            puller.stop()
+        for puller in self._pullers.values():
+            puller.close(max(0.05, deadline - time.monotonic()))
+
+    def peers(self) -> list[PeerStats]:
+        alive = [puller.link for puller in self._pullers.values()]
+        return [
+            PeerStats(peer=str(link), direction="we read from it", epoch=str(link.epoch), leases=0, bytes=link.bytes)
+            for link in alive
+            if link is not None
+        ]
+
+    def _puller_for(self, target: Target) -> Puller | None:
+        puller = self._pullers.get(target)
+        if puller is not None:
+            return puller
+        if len(self._pullers) >= self._options.max_peers and not self._evict_one():
+            return None
+        puller = Puller(target, self._connect, self._read, self._ended)
+        self._pullers[target] = puller
+        return puller
+
+    def _evict_one(self) -> bool:
+        """Forgets the peer that has been idle longest."""
+        idle = [puller for puller in self._pullers.values() if not puller.busy]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda puller: (puller.link is not None, puller.idle_since))
+        oldest.close(1.0)
+        del self._pullers[oldest.target]
+        return True
+
+    def _connect(self, target: Target) -> Link:
+        return links.connect(target, self._engine_id, self._ours, self._transport, self._secret, self._options, self._heartbeat_s)
+
+    def _read(self, link: Link, load: Load) -> None:
+        before = link.bytes
+        link.read(load, self._ours, self._options.read_timeout_s)
+        with self._lock:
+            self._bytes += link.bytes - before
+
+    def _ended(self, load: Load) -> None:
+        self._report(load.request_id, load.state)
+
+    def _fail(self, request: LoadRequest, reason: str) -> None:
+        if request.local_block_ids:
+            logger.warning("the KV of request %s is not loaded: %s", request.request_id, reason)
+            self._report(request.request_id, LoadState.FAILED)
+
+    def _report(self, request_id: str, state: LoadState) -> None:
+        with self._lock:
+            self._in_flight.discard(request_id)
+            (self._done if state is LoadState.DONE else self._failed).add(request_id)
+            self._counts[state] += 1

@@ -1,0 +1,115 @@
+"""What a transport is to the two ends: how memory becomes known to peers, and how a peer's blocks get here.
+
+Everything else - who may, until when, whether what was read is right - is the same for all transports and not their business.
+"""
+
+from __future__ import annotations
+
+import abc
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torpor.connectors.doors import Credentials, Door
+from torpor.connectors.fence import FencePage
+from torpor.connectors.geometry import Geometry
+from torpor.connectors.wire import Offer
+
+if TYPE_CHECKING:
+    from torpor.memory import Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What a peer needs beyond the geometry. Descriptors stay the transport's; they are sent, not given away."""
+
+    extents: tuple[tuple[int, ...], ...]  # sizes, per region
+    descriptors: tuple[int, ...] = ()
+    blob: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a peer is said to be. Untrusted until the handshake."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRead:
+    """``remote[i]`` of the peer's blocks goes to ``local[i]`` of ours. ``writing`` is entered around every write into our KV
+    cache and raises once the load was cancelled; ``check`` raises when what was read so far cannot be right any more."""
+
+    local: Sequence[int]
+    remote: Sequence[int]
+    writing: Callable[[], AbstractContextManager[None]]
+    stop: Callable[[], bool]  # true when the read should end early
+    deadline: float  # time.monotonic()
+
+
+class RemoteMemory(abc.ABC):
+    """A peer's KV cache of one epoch, as far as we can reach it. Used by one thread at a time."""
+
+    @abc.abstractmethod
+    def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
+        """Copies blocks into our KV cache; the bytes moved. ``confirm`` is the P3 check: a transport that stages bytes calls it
+        before it lets any into the KV cache; the caller calls it once more at the end. TransportError, PeerError, or what
+        ``writing`` raises."""
+
+    @abc.abstractmethod
+    def look(self, lease: int) -> tuple[Sequence[int], int]:
+        """The owner's fence, now: its header and the word of a lease. TransportError when it cannot be read."""
+
+    @abc.abstractmethod
+    def close(self) -> bool:
+        """Drops mappings and remote handles. False: something is still in flight that could touch the owner. Idempotent."""
+
+
+class Transport(abc.ABC):
+    """One per worker. ``open``, ``publish``, ``unpublish`` and ``close`` are called by the engine's thread, ``attach`` by the
+    readers'."""
+
+    name: ClassVar[str]
+    imports_hold_memory: ClassVar[bool]  # a peer's import keeps our pages from the device for as long as the peer keeps it
+
+    @property
+    @abc.abstractmethod
+    def path(self) -> str:
+        """Which way the bytes go, in words."""
+
+    @abc.abstractmethod
+    def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
+        """Once, outside every pool. Registers nothing of the KV cache."""
+
+    @abc.abstractmethod
+    def publish(self) -> Publication:
+        """Makes the present mapping of the KV cache known to the transport. TransportError: then nothing is registered."""
+
+    @abc.abstractmethod
+    def unpublish(self) -> None:
+        """Undoes ``publish``. Idempotent. TransportError when the transport still holds something."""
+
+    @abc.abstractmethod
+    def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
+        """The descriptors stay the caller's. HandshakeError for an offer that cannot be right, TransportError."""
+
+    @abc.abstractmethod
+    def listen(self) -> Door: ...
+
+    @abc.abstractmethod
+    def dial(self, target: Target, timeout_s: float) -> socket.socket: ...
+
+    @abc.abstractmethod
+    def where(self) -> tuple[str, int]:
+        """Host and port for ``kv_transfer_params``; valid after ``listen``."""
+
+    def lets_go(self, credentials: Credentials | None) -> bool:
+        """Whether a peer whose connection was lost can hold none of our memory any more."""
+        return True
+
+    @abc.abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,229 @@
+"""The worker side of ``ipc`` and ``nixl``: one owner's end and one reader's end around one transport."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torpor.connectors import geometry as geometries
+from torpor.connectors.auth import load_secret
+from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
+from torpor.connectors.config import KV_ROLES, ConnectorConfig
+from torpor.connectors.fence import FencePage, new_lease_key
+from torpor.connectors.geometry import KV_TAG, Geometry
+from torpor.connectors.leases import LeaseTable
+from torpor.connectors.options import Options
+from torpor.connectors.owner import Owner, OwnerState
+from torpor.connectors.pins import PinWatch
+from torpor.connectors.reader import Reader
+from torpor.connectors.reception import Reception
+from torpor.connectors.transport import Transport
+from torpor.errors import BugError, ConfigurationError, StateError, TorporError
+from torpor.kvcache.types import Epoch, KVCacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from torpor.memory import Memory
+
+logger = logging.getLogger(__name__)
+
+MIN_LEASE_SLOTS = 1024
+
+
+class PullWorker(KVConnectorWorker):
+    """Released or registered; there is no third state, except that a failed ``restore`` leaves it released."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        spec: KVCacheSpec,
+        transport: Transport,
+        options: Options,
+        *,
+        pins: PinWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if config.engine_id is None:
+            raise BugError("a connector's engine_id is chosen before its sides are made")
+        if config.role not in KV_ROLES:
+            raise ConfigurationError(
+                f"kv_role {config.role!r} is none of {', '.join(KV_ROLES)}", setting="kv_role", value=config.role
+            )
+        self._config = config
+        self._spec = spec
+        self._transport = transport
+        self._options = options
+        self._pins = pins or PinWatch()
+        self._secret = load_secret(config.secret_file)
+        self._clock = clock
+        self._epoch: Epoch | None = None  # of the last registration
+        self._registered = False
+        self._geometry: Geometry | None = None
+        self._fence: FencePage | None = None
+        self._leases: LeaseTable | None = None
+        self._owner: Owner | None = None
+        self._reader: Reader | None = None
+        self._reception: Reception | None = None
+
+    # ---- start and end ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, memory: Memory) -> None:
+        if self._geometry is not None:
+            raise StateError("the KV cache is registered already", state="registered")
+        with memory.exports(KV_TAG) as exported:
+            self._geometry = geometries.of_tensors(kv_caches, spec, exported)
+        try:
+            self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
+            self._transport.open(self._geometry, memory, self._fence)
+            self._reader = Reader(
+                self._engine_id, self._geometry, self._transport, self._secret, self._options, self._config.lease_heartbeat_s
+            )
+            self._start_serving(memory, self._fence)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start_serving(self, memory: Memory, fence: FencePage) -> None:
+        if self._config.role != "consumer":
+            assert self._geometry is not None
+            key = new_lease_key()
+            self._leases = LeaseTable(fence, key, self._clock)
+            self._owner = Owner(
+                self._engine_id, self._geometry, memory, self._transport, fence, self._leases, key, self._secret, self._options
+            )
+            door = self._transport.listen()
+            self._reception = Reception(door, self._owner, self._options.handshake_timeout_s)
+        self._publish(Epoch.first())
+
+    def shutdown(self) -> None:
+        deadline = self._deadline()
+        with contextlib.suppress(TorporError):
+            if self._owner is not None:
+                self._owner.close(deadline)
+        if self._reception is not None:
+            self._reception.close()
+        if self._reader is not None:
+            self._reader.close(deadline)
+        try:
+            self._transport.close()
+        except TorporError as error:
+            logger.warning("closing the transport: %s", error)
+        if self._fence is not None:
+            self._fence.close()
+        self._registered = False
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        for hand_off in metadata.hand_offs:
+            if self._leases is None:
+                raise BugError(f"a hand-off of request {hand_off.request_id} at an engine that only reads")
+            self._leases.grant(hand_off)
+        for load in metadata.loads:
+            self._live_reader.submit(load)
+        for request_id in metadata.cancelled:
+            self._live_reader.cancel(request_id)
+
+    def get_finished(self) -> Finished:
+        finished = self._live_reader.take_finished()
+        sending = self._leases.take_ended() if self._leases is not None else frozenset()
+        return Finished(sending=sending, recving=finished.recving, failed=finished.failed)
+
+    # ---- sleep and wake ---------------------------------------------------------------------------------------------
+
+    def release_kv_caches(self) -> None:
+        if not self._registered:
+            return
+        deadline = self._deadline()
+        self._live_reader.release(deadline)
+        if self._owner is None:
+            self._registered = False
+            return
+        try:
+            self._owner.withdraw(deadline)
+            self._registered = False
+            self._transport.unpublish()
+            self._pins.check_unpinned()
+        except TorporError:
+            self._serve_again()
+            raise
+
+    def restore_kv_caches(self) -> None:
+        if not self._registered:
+            if self._epoch is None:
+                raise StateError("register_kv_caches comes first", state="new")
+            self._publish(self._epoch.next())
+
+    def _publish(self, epoch: Epoch) -> None:
+        """Everything or nothing; a new epoch each time, also after a failure."""
+        self._epoch = epoch
+        if self._owner is not None:
+            with self._pins.watching():
+                publication = self._transport.publish()
+            self._owner.serve(epoch, publication)
+        self._live_reader.admit()
+        self._registered = True
+
+    def _serve_again(self) -> None:
+        """After a release that failed: nothing was unmapped, so peers may come back, under a new epoch."""
+        assert self._epoch is not None
+        try:
+            self._publish(self._epoch.next())
+        except TorporError as error:
+            self._registered = False
+            logger.error("the KV cache is served to nobody until the next wake: %s", error)
+
+    # ---- how it is --------------------------------------------------------------------------------------------------
+
+    def epoch(self) -> Epoch | None:
+        return self._epoch if self._registered else None
+
+    def get_handshake_metadata(self) -> dict[str, Any] | None:
+        epoch = self.epoch()
+        if epoch is None:
+            return None
+        host, port = self._transport.where() if self._owner is not None else ("", 0)
+        return {"engine_id": self._engine_id, "epoch": str(epoch), "host": host, "port": port}
+
+    def stats(self) -> ConnectorStats:
+        reader, epoch = self._reader, self.epoch()
+        serving = self._owner is not None and self._owner.state is OwnerState.SERVING
+        return ConnectorStats(
+            connector=self._transport.name,
+            engine_id=self._engine_id,
+            path=self._transport.path,
+            epoch=str(epoch) if epoch is not None else None,
+            registered_bytes=self._geometry.nbytes if serving and self._geometry is not None else 0,
+            pending_hand_offs=len(self._leases) if self._leases is not None else 0,
+            loads_in_flight=reader.loads_in_flight if reader is not None else 0,
+            loads_done=reader.loads_done if reader is not None else 0,
+            loads_failed=reader.loads_failed if reader is not None else 0,
+            bytes_received=reader.bytes_received if reader is not None else 0,
+            peers=tuple(self._peers()),
+        )
+
+    def _peers(self) -> list[PeerStats]:
+        guests = self._owner.guests() if self._owner is not None else []
+        block = 2 * self._spec.num_layers * self._spec.block_bytes
+        readers = [
+            PeerStats(peer=str(g), direction="reads from us", epoch=str(g.epoch), leases=1, bytes=g.blocks_read * block)
+            for g in guests
+        ]
+        return readers + (self._reader.peers() if self._reader is not None else [])
+
+    @property
+    def _engine_id(self) -> str:
+        return str(self._config.engine_id)
+
+    @property
+    def _live_reader(self) -> Reader:
+        if self._reader is None:
+            raise StateError("register_kv_caches comes first", state="new")
+        return self._reader
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.withdraw_timeout_s

@@ -1,0 +1,54 @@
+"""Connectors that declare to follow the KV cache's mapping and do not: they reproduce the fault that torpor exists to exclude.
+Never use them for anything else.
+
+``release_kv_caches`` tells nobody and deregisters nothing; ``restore_kv_caches`` registers nothing anew and makes no new epoch.
+So a sleep unmaps pages that a peer still has, and the peer goes on reading them. With ``ipc`` the peer's loads succeed with what
+the pages held before the sleep, and the memory is held twice after the wake. With ``nixl`` over TCP UCX reads inside the owner's
+process: a late read touches the hole where the KV cache was, and the owner dies by SIGSEGV. That takes a pool without its guard
+(P4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torpor.connectors.base import KVConnectorWorker
+from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.ipc import IpcConnector, IpcTransport
+from torpor.connectors.nixl import NixlConnector, NixlTransport
+from torpor.connectors.options import Options
+from torpor.connectors.worker import PullWorker
+from torpor.kvcache.types import KVCacheSpec
+
+
+class UnfollowedWorker(PullWorker):
+    """Its registration outlives the mapping it covers."""
+
+    def release_kv_caches(self) -> None:
+        return
+
+    def restore_kv_caches(self) -> None:
+        return
+
+
+class UnfollowedIpc(IpcConnector):
+    guarded: ClassVar[bool] = False
+
+    @classmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
+        options = Options.of(config, known={"socket_dir"})
+        return UnfollowedWorker(config, spec, IpcTransport(config, options), options)
+
+
+class UnfollowedNixl(NixlConnector):
+    """Over TCP unless ``ucx_tls`` says otherwise: that is where the owner's process does the copying."""
+
+    guarded: ClassVar[bool] = False
+
+    @classmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
+        options = Options.of(config, known={"ucx_tls", "staging_bytes"})
+        if options.ucx_tls is None:
+            options = dataclasses.replace(options, ucx_tls="tcp")
+        return UnfollowedWorker(config, spec, NixlTransport(config, options), options)
