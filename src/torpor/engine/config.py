@@ -1,0 +1,37 @@
+"""The engine's configuration: one frozen dataclass per subpackage, composed. The CLI reads its defaults off these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torpor.connectors.config import ConnectorConfig
+from torpor.kvcache.config import CacheConfig
+from torpor.memory.config import MemoryConfig
+from torpor.models.config import ModelConfig
+from torpor.scheduler.config import SchedulerConfig
+
+WhileAsleep = Literal["reject", "wait", "wake"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepConfig:
+    enable_sleep_mode: bool = False  # pools, and a connector that cannot follow is refused at start-up (E4)
+    enable_pools: bool = False  # pools only: such a connector is refused by the sleep that would unmap
+    while_asleep: WhileAsleep = "reject"  # what a request meets while the engine sleeps (E10)
+    retry_after_s: float = 5.0
+    default_deadline_s: float = 60.0  # of a sleep that names none
+
+    @property
+    def pools(self) -> bool:
+        return self.enable_sleep_mode or self.enable_pools
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    connector: ConnectorConfig | None = None
+    sleep: SleepConfig = field(default_factory=SleepConfig)

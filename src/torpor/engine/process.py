@@ -1,0 +1,68 @@
+"""The core process: ``python -m torpor.engine.process``, started by a client and by nobody else.
+
+Ends when the client says so, when the client is gone (its end of the standard input closes), at SIGTERM, or when the core cannot
+go on. SIGINT is ignored: an interrupt at the terminal reaches the client too, and that one decides.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from torpor.engine.channels import ZmqChannel
+from torpor.engine.client import core_factory
+from torpor.engine.loop import CoreLoop
+from torpor.engine.process_handle import Bootstrap
+from torpor.errors import TorporError
+
+ORPHAN_S = 5.0  # how long a core without a client may take to put its things away
+EXIT_FAILED, EXIT_ORPHAN = 1, 3
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    stdin = sys.stdin.buffer
+    bootstrap = read_bootstrap(stdin)
+    os.set_inheritable(bootstrap.life_fd, False)
+    logging.basicConfig(
+        level=bootstrap.log_level, format="%(asctime)s core %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    channel = ZmqChannel(bootstrap.requests, bootstrap.replies)
+    signal.signal(signal.SIGTERM, lambda number, frame: channel.end())
+    ended = threading.Event()
+    threading.Thread(target=_watch_client, args=(stdin, channel, ended), name="torpor-watch", daemon=True).start()
+    error = CoreLoop(core_factory(bootstrap.config), channel).run()
+    ended.set()
+    channel.close()
+    if error is not None and not isinstance(error, TorporError):
+        logging.getLogger(__name__).error("the engine core failed: %r", error)
+    return 0 if error is None else EXIT_FAILED
+
+
+def read_bootstrap(stream: BinaryIO) -> Bootstrap:
+    (length,) = struct.unpack("<I", stream.read(4))
+    return msgspec.msgpack.decode(stream.read(length), type=Bootstrap)
+
+
+def _watch_client(stdin: BinaryIO, channel: ZmqChannel, ended: threading.Event) -> None:
+    """Waits for the end of the client. A core that is busy (loading, in a step) and does not end by itself is ended."""
+    while os.read(stdin.fileno(), 4096):
+        pass
+    if ended.is_set():
+        return
+    channel.end()
+    if not ended.wait(ORPHAN_S):
+        os._exit(EXIT_ORPHAN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Choosing the next token of each sequence from its logits.
+
+Every decision about a sequence follows from its own logits, parameters, seed and position: what else is in the batch changes
+nothing, and a sequence that is computed again after a preemption or a sleep gets the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torpor.request import TokenLogprobs
+from torpor.scheduler.output import ScheduledSequence
+
+GREEDY_BELOW = 1e-5  # temperatures under it are greedy: dividing by them would only lose precision
+_HEAD = 1024  # how many of the likeliest tokens are sorted at first; nearly always top_p is reached within them
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """By request id. Every sequence is in exactly one of ``tokens`` and ``failed``."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # why
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Samples:
+    """logits [R, vocabulary], one row per sequence; overwritten. Logits that are not finite fail their own sequence only."""
+    scores = logits.to(torch.float32)
+    for row, sequence in zip(scores, sequences, strict=True):
+        _penalise(row, sequence)
+    peaks, best = scores.max(dim=-1)
+    finite = peaks.isfinite().tolist()  # false for NaN anywhere in the row, and where nothing is allowed
+    chosen = best.tolist()
+    drawn = [i for i, s in enumerate(sequences) if finite[i] and s.sampling.temperature >= GREEDY_BELOW]
+    if drawn:
+        tokens = _draw(scores[drawn], [sequences[i] for i in drawn]).tolist()
+        for i, token in zip(drawn, tokens, strict=True):
+            chosen[i] = token
+    failed = {
+        s.request_id: "the model's output is not finite, or min_tokens forbids every token left"
+        for s, ok in zip(sequences, finite, strict=True)
+        if not ok
+    }
+    return Samples(
+        {s.request_id: token for s, token, ok in zip(sequences, chosen, finite, strict=True) if ok},
+        failed,
+        _logprobs(scores, sequences, chosen, finite),
+    )
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in (0, 1) of a request's ``position``: the same on every machine and in every version of torch."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=5).digest()
+    return (int.from_bytes(digest, "little") + 0.5) / (1 << 40)
+
+
+def _penalise(row: torch.Tensor, sequence: ScheduledSequence) -> None:
+    """Repetition over prompt and output, then frequency and presence over the output, then what min_tokens forbids. In place."""
+    params = sequence.sampling
+    if params.repetition_penalty != 1.0:
+        seen = _unique(sequence.prompt_token_ids + sequence.output_token_ids, row.device)[0]
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and sequence.output_token_ids:
+        seen, counts = _unique(sequence.output_token_ids, row.device)
+        row[seen] -= params.frequency_penalty * counts + params.presence_penalty
+    if sequence.forbidden_token_ids:
+        row[list(sequence.forbidden_token_ids)] = float("-inf")
+
+
+def _unique(token_ids: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device)
+
+
+def _draw(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
+    """scores [R, vocabulary] -> tokens [R]: temperature, min_p, top_k and top_p, then the token at each one's random number."""
+    params = [s.sampling for s in sequences]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+
+    probs = torch.softmax(scores / column([p.temperature for p in params]), dim=-1)
+    if any(p.min_p > 0 for p in params):
+        floor = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
+        probs = probs.masked_fill_(probs < floor, 0)
+    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if cut:
+        floor = _floor([(params[i].top_k, params[i].top_p) for i in cut], probs[cut])
+        probs[cut] = probs[cut].masked_fill_(probs[cut] < floor, 0)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    numbers = [uniform(s.sampling.seed or 0, s.start + len(s.token_ids)) for s in sequences]
+    targets = cumulative[:, -1:] * torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+
+
+def _floor(limits: Sequence[tuple[int, float]], probs: torch.Tensor, head: int = _HEAD) -> torch.Tensor:
+    """The least probability [R, 1] that (top_k, top_p) leave in; tokens that tie with it stay in too. top_p is of what top_k
+    leaves."""
+    size = min(probs.shape[-1], max(head, *(k for k, _ in limits)))
+    values = probs.topk(size, dim=-1).values
+    ranks = torch.arange(size, device=probs.device)
+    top_k = torch.tensor([k or probs.shape[-1] for k, _ in limits], device=probs.device)[:, None]
+    top_p = torch.tensor([p if p < 1 else 2.0 for _, p in limits], dtype=torch.float32, device=probs.device)[:, None]
+    values = values.masked_fill(ranks >= top_k, 0)
+    mass = torch.where(top_k <= size, values.sum(dim=-1, keepdim=True), probs.sum(dim=-1, keepdim=True))
+    before = values.cumsum(dim=-1) - values
+    values = values.masked_fill(before >= top_p * mass, 0)
+    if size < probs.shape[-1] and bool((values[:, -1] > 0).any()):
+        return _floor(limits, probs, probs.shape[-1])
+    kept = (values > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    return values.gather(-1, kept - 1)
+
+
+def _logprobs(
+    scores: torch.Tensor, sequences: Sequence[ScheduledSequence], chosen: list[int], finite: list[bool]
+) -> dict[str, TokenLogprobs]:
+    wanted = [i for i, s in enumerate(sequences) if finite[i] and s.sampling.logprobs is not None]
+    if not wanted:
+        return {}
+    table = torch.log_softmax(scores[wanted], dim=-1)
+    own = table.gather(-1, torch.tensor([[chosen[i]] for i in wanted], device=scores.device))
+    ranks = (table > own).sum(dim=-1) + 1
+    top = table.topk(min(table.shape[-1], max(1, *(sequences[i].sampling.logprobs or 0 for i in wanted))), dim=-1)
+    result = {}
+    for row, i in enumerate(wanted):
+        count = sequences[i].sampling.logprobs or 0
+        pairs = [(t, p) for t, p in zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True) if p > float("-inf")]
+        result[sequences[i].request_id] = TokenLogprobs(
+            token_id=chosen[i],
+            logprob=float(own[row, 0]),
+            rank=int(ranks[row]),
+            top_ids=[token for token, _ in pairs[:count]],
+            top_logprobs=[value for _, value in pairs[:count]],
+        )
+    return result

@@ -1,0 +1,79 @@
+"""The model's tokenizer, as the front end uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torpor.errors import ModelError, RequestError
+
+
+class Tokenizer:
+    """A ``transformers`` tokenizer. Thread-safe as far as that one is; every method is pure."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.token_text = lru_cache(maxsize=1 << 15)(self._token_text)
+
+    @classmethod
+    def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """ModelError when the folder holds no tokenizer that works."""
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code))
+        except Exception as error:
+            raise ModelError(f"no usable tokenizer in {str(path)!r}: {error}", path=str(path)) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1, added tokens included."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """RequestError when the model has no chat template, or its template refuses the conversation."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template: use plain completions", param="messages")
+        options = {"add_generation_prompt": True, **(template_kwargs or {}), "tokenize": False}
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:  # whatever a template raises, it is about this conversation
+            raise RequestError(f"the chat template does not take this conversation: {error}", param="messages") from error
+        return self.encode(str(text), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def _token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text, also where it is only a part of a character."""
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        text = self.token_text(token_id)
+        if "�" not in text or not isinstance(piece, str):
+            return text.encode()
+        if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
+            return bytes([int(piece[3:-1], 16)])
+        alphabet = _byte_alphabet()
+        return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else text.encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters: printable ones stand for themselves, the others are 256 and up."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,178 @@
+"""The worker owns everything that lies in device memory: the pools, the model, the KV cache, and the connector's registration
+of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from torpor.connectors.base import ConnectorMetadata, KVConnectorWorker
+from torpor.engine.config import EngineConfig
+from torpor.engine.runner import Runner
+from torpor.errors import ConfigurationError, StateError
+from torpor.kvcache.tensors import allocate_kv_caches
+from torpor.kvcache.types import KVCacheSpec
+from torpor.memory import Memory
+from torpor.models import LoadedModel, ResolvedModel, load_model
+from torpor.models.hardware import available_memory_bytes, usable_cores
+from torpor.scheduler.output import RunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from torpor._native import Device
+    from torpor.models.gguf_convert import Progress
+
+HOST_KV_BYTES = 2 << 30  # on the host, memory is shared with everybody: without a setting the KV cache takes at most this
+HOST_KV_FRACTION = 0.25  # ... and at most this part of what is free
+
+
+class Worker:
+    """Made once per engine; its methods are called by the engine's loop thread, in the order they stand here (E1)."""
+
+    def __init__(
+        self, config: EngineConfig, resolved: ResolvedModel, *, device: Device | None = None, kv_guarded: bool = True
+    ) -> None:
+        """``device``: one that is open already, for tests; otherwise the memory configuration's driver is opened. ``kv_guarded``:
+        the connector's wish for the KV cache's pool (P4)."""
+        self.config = config
+        self.resolved = resolved
+        self.threads = _set_threads(config.model.threads)
+        self.memory = Memory(config.memory, device=device)
+        self._kv_guarded = kv_guarded
+        self._model: LoadedModel | None = None
+        self._runner: Runner | None = None
+        self._spec: KVCacheSpec | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._connector: KVConnectorWorker | None = None
+
+    def load(self, progress: Progress = lambda what, done: None) -> None:
+        """Load the model: its tensors go into the pools ``weights`` and ``runtime``. ModelError, DeviceMemoryError."""
+        if self._model is not None:
+            raise StateError("the model is loaded already", state="loaded")
+        progress("loading weights", 0.0)
+        self._model = load_model(self.resolved, self.config.model, self.memory)
+        progress("loading weights", 1.0)
+
+    @property
+    def model(self) -> LoadedModel:
+        if self._model is None:
+            raise StateError("the model is not loaded: call load() first", state="not loaded")
+        return self._model
+
+    @property
+    def kv_spec(self) -> KVCacheSpec:
+        if self._spec is None:
+            raise StateError("there is no KV cache yet: call initialize_kv_cache() first", state="no KV cache")
+        return self._spec
+
+    @property
+    def kv_caches(self) -> dict[str, torch.Tensor]:
+        """The tensors the runner computes with, by layer name; also what a connector registers."""
+        return dict(self._kv_caches)
+
+    def determine_num_blocks(self) -> int:
+        """Blocks of the KV cache: as configured, or what free memory and the longest possible batch allow. ConfigurationError
+        when not one block fits."""
+        cache, model = self.config.cache, self.model
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        per_block = model.kv_spec(1, cache.block_size)
+        nbytes = per_block.layer_bytes * per_block.num_layers
+        budget = self._default_kv_bytes() if cache.kv_cache_bytes is None else cache.kv_cache_bytes
+        if budget < nbytes:
+            raise ConfigurationError(
+                f"kv_cache_bytes {budget} cannot hold one block: {nbytes} bytes for {cache.block_size} tokens in "
+                f"{per_block.num_layers} layers",
+                setting="kv_cache_bytes",
+                value=budget,
+            )
+        if cache.kv_cache_bytes is not None:
+            return budget // nbytes
+        longest = self.config.scheduler.max_num_seqs * -(-self.resolved.max_model_len // cache.block_size)
+        return min(budget // nbytes, longest)
+
+    def _default_kv_bytes(self) -> int:
+        if self.memory.device.driver != "host":
+            raise ConfigurationError(
+                f"set kv_cache_bytes or num_blocks: driver {self.memory.device.driver!r} does not tell how much is free",
+                setting="kv_cache_bytes",
+            )
+        return min(HOST_KV_BYTES, int(HOST_KV_FRACTION * available_memory_bytes()))
+
+    def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec:
+        """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``). DeviceMemoryError."""
+        if self._runner is not None:
+            raise StateError("the KV cache exists already", state="initialized")
+        spec = self.model.kv_spec(num_blocks, self.config.cache.block_size)
+        exportable = self.config.connector is not None
+        caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
+        self._runner = Runner(self.model, caches, spec, self.memory, self.config.scheduler)
+        self._kv_caches, self._spec = caches, spec
+        return spec
+
+    def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
+        """Give the connector the runner's own KV tensors. Called outside every pool: what the connector allocates while it
+        registers belongs to no tag (E1). TransportError and ConnectorError come from the connector; it is not in use then."""
+        spec = self.kv_spec
+        if connector is None:
+            return
+        if self._connector is not None:
+            raise StateError("a connector is registered already", state="registered")
+        connector.register_kv_caches(self.kv_caches, spec, self.memory)
+        self._connector = connector
+        if self._runner is not None and _works_by_layer(connector):
+            self._runner.events = connector
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """One step: begin the loads that are asked for, run the model, and gather what the connector finished meanwhile."""
+        if self._runner is None:
+            raise StateError("there is no KV cache yet: call initialize_kv_cache() first", state="no KV cache")
+        connector = self._connector
+        if connector is not None and isinstance(output.connector_metadata, ConnectorMetadata) and output.connector_metadata:
+            connector.start_load_kv(output.connector_metadata)
+        result = self._runner.execute(output)
+        if connector is None:
+            return result
+        if self._runner.events is not None:
+            connector.wait_for_save()
+        finished = connector.get_finished()
+        return dataclasses.replace(
+            result, finished_sending=finished.sending, finished_recving=finished.recving, failed_recving=finished.failed
+        )
+
+    def reload_weights(self) -> None:
+        """Fill ``weights`` from the model's source again, after a wake that left it lost, and mark it valid (level 2)."""
+        self.model.reload_weights()
+        self.memory.mark_valid("weights")
+
+    def reset_runtime(self) -> None:
+        """Compute ``runtime`` again, after a wake that left it lost, and mark it valid. The runner's inputs need nothing: every
+        step writes them."""
+        self.model.reset_buffers()
+        self.memory.mark_valid("runtime")
+
+    def shutdown(self) -> None:
+        """Close the connector, then the memory; tensors must not be used afterwards. Idempotent."""
+        if self._connector is not None:
+            self._connector.shutdown()
+            self._connector = None
+        self._runner, self._model, self._kv_caches = None, None, {}
+        self.memory.close()
+
+
+def _set_threads(setting: int | None) -> int:
+    """More threads than free cores are far slower than one, so the number is always set on purpose."""
+    if setting is not None and setting < 1:
+        raise ConfigurationError(f"threads {setting} must be at least 1", setting="threads", value=setting)
+    threads = setting if setting is not None else min(usable_cores(), torch.get_num_threads())
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _works_by_layer(connector: KVConnectorWorker) -> bool:
+    kind = type(connector)
+    return any(
+        getattr(kind, name) is not getattr(KVConnectorWorker, name)
+        for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")
+    )

@@ -1,0 +1,187 @@
+"""The commands that talk to a server: what they print, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_cli_options import run
+from web_fakes import server_app
+
+from torpor.cli.bench import percentiles
+from torpor.cli.console import Progress, options, report
+from torpor.errors import BugError, ConfigurationError, DeviceMemoryError, EngineDeadError, SleepAborted
+from torpor.testing.fake_engine import FakeEngine
+from torpor.web.serve import HttpServer, bind, serve_until, url_of
+
+TOKEN = "a-long-admin-token"
+
+
+class LiveServer:
+    """A server on a thread of its own, since the commands are no coroutines."""
+
+    def __init__(self, engine: FakeEngine, **config: Any) -> None:
+        self.engine = engine
+        self.sock = bind("127.0.0.1", 0)
+        self.url = url_of(self.sock)
+        self.started = threading.Event()
+        self.server = HttpServer(server_app(engine, **config), 1.0, on_started=self.started.set)
+        self.thread = threading.Thread(target=lambda: asyncio.run(serve_until(self.server, self.sock)))
+
+    def __enter__(self) -> LiveServer:
+        self.thread.start()
+        assert self.started.wait(10)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.stop()
+        self.server.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def server() -> Iterator[LiveServer]:
+    with LiveServer(FakeEngine("abc")) as live:
+        yield live
+
+
+def test_memory_once_and_as_json(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["memory", server.url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("weights", "kv_cache", "runtime", "resident", "1.0 MiB", "sleeps 0"):
+        assert word in shown
+    assert run(["memory", server.url.removeprefix("http://"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["driver"] == "fake"
+
+
+def test_sleep_and_wake_from_a_shell(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sleep", server.url, "--level", "2", "--mode", "keep", "--deadline-s", "5"]) == 0
+    asked = server.engine.sleep_requests[-1]
+    assert (asked.level, asked.mode, asked.deadline_s) == (2, "keep", 5)
+    assert "asleep after" in capsys.readouterr().out
+    assert run(["wake", server.url, "--tag", "weights", "--tag", "runtime"]) == 0
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    assert run(["wake", server.url, "--json"]) == 0
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert run(["sleep", server.url, "--policy", "kv_cache=discard"]) == 0
+    assert server.engine.sleep_requests[-1].policies == {"kv_cache": "discard"}
+    assert run(["wake", server.url]) == 0
+    assert run(["pause", server.url, "--mode", "abort"]) == 0
+    assert run(["resume", server.url]) == 0
+
+
+def test_holders_are_named(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.engine.holders = [{"who": "peer d1 (pid 4711)", "bytes": 1 << 20}]
+    assert run(["sleep", server.url]) == 0
+    assert "peer d1 (pid 4711) still holds 1.0 MiB" in capsys.readouterr().out
+
+
+def test_errors_are_one_line_and_say_what_the_server_said(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.engine.fail_next["sleep"] = SleepAborted("deadline of 1 s passed", waiting_for="peer d1")
+    assert run(["sleep", server.url]) == 1
+    assert capsys.readouterr().err.strip().splitlines() == ["error: /sleep: HTTP 409: deadline of 1 s passed"]
+    assert run(["wake", server.url, "--tag", "cache"]) == 1
+    assert "unknown tag 'cache'" in capsys.readouterr().err
+    server.engine.die()
+    assert run(["sleep", server.url]) == 1
+    assert "gone" in capsys.readouterr().err
+
+
+def test_the_admin_token_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    with LiveServer(FakeEngine(), admin_token=TOKEN) as live:
+        assert run(["sleep", live.url]) == 1
+        assert "admin token" in capsys.readouterr().err
+        assert run(["sleep", live.url, "--admin-token-file", str(path)]) == 0
+        assert TOKEN not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", ["memory", "sleep", "wake", "pause", "resume", "bench"])
+def test_nobody_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sock = bind("127.0.0.1", 0)
+    url = url_of(sock)
+    sock.close()
+    assert run([command, url]) == 1
+    shown = capsys.readouterr().err
+    assert url in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "nonsense://x", "http://h:port"])
+def test_urls_that_are_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["wake", url]) == 1
+    assert "internal error" not in capsys.readouterr().err
+
+
+def test_bench_measures(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("one\n\ntwo\n")
+    argv = ["bench", server.url, "--requests", "5", "--concurrency", "2", "--max-tokens", "3", "--prompts", str(prompts)]
+    assert run([*argv, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["requests_done"], figures["requests_failed"], figures["generated_tokens"]) == (5, 0, 15)
+    assert figures["prompt_tokens"] == 15
+    first = figures["time_to_first_token_s"]
+    assert 0 < first["p50"] <= first["p90"] <= first["max"]
+    assert run([*argv, "--ignore-eos"]) == 0
+    assert "time to first token" in capsys.readouterr().out
+    assert [bytes(r.prompt_token_ids) for r in server.engine.requests[:5]].count(b"two") == 2
+
+
+def test_bench_draws_prompts_that_share_no_prefix(server: LiveServer) -> None:
+    assert run(["bench", server.url, "--requests", "4", "--input-words", "3", "--json"]) == 0
+    assert len({bytes(r.prompt_token_ids)[:4] for r in server.engine.requests}) == 4
+
+
+def test_bench_counts_what_fails(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.engine.fail_at_step = (1, BugError("broke"))
+    assert run(["bench", server.url, "--requests", "2", "--concurrency", "1", "--input-words", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["requests_done"], figures["requests_failed"]) == (1, 1)
+    assert "broke" in figures["errors"][0]
+    assert run(["bench", server.url, "--requests", "2", "--prompts", "/no/such/file"]) == 2
+
+
+def test_percentiles_are_measured_values() -> None:
+    assert percentiles([]) is None
+    assert percentiles([3.0, 1.0, 2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
+    hundred = percentiles([float(v) for v in range(1, 101)])
+    assert hundred is not None
+    assert (hundred["p50"], hundred["p90"], hundred["p99"]) == (50.0, 90.0, 99.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigurationError("a [bold] setting\nis wrong"), 2, "error: a [bold] setting is wrong"),
+        (DeviceMemoryError("short"), 1, "error: short"),
+        (EngineDeadError("gone"), 1, "error: gone"),
+        (ZeroDivisionError("x"), 1, "internal error: ZeroDivisionError: x (torpor --debug shows where)"),
+    ],
+)
+def test_one_line_per_error(error: Exception, code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(error) == code
+    assert capsys.readouterr().err.strip() == text
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(["--debug", "wake", "http://127.0.0.1:1"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(options, "debug", False)
+
+
+def test_progress_without_a_terminal_is_a_line_per_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("starting") as progress:
+        progress("reading", 0.0)
+        progress("reading", 0.5)
+        progress("loading", 0.25)
+        progress("loading", 1.0)
+    assert capsys.readouterr().err.splitlines() == ["reading", "loading 25%"]

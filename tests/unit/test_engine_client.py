@@ -1,0 +1,336 @@
+"""E8, E10 and the rest through the in-process client and the front end, over a real core with a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from torpor.engine.base import EngineState, SleepRequest
+from torpor.engine.client import InprocEngineClient
+from torpor.engine.config import EngineConfig, SleepConfig
+from torpor.engine.core import EngineCore
+from torpor.engine.frontend import Frontend
+from torpor.engine.output_processor import OutputProcessor, TextDelta
+from torpor.engine.protocol import Call, Outputs, Sleep, decode_to_client, decode_to_core, encode
+from torpor.engine.tokenizer import Tokenizer
+from torpor.errors import AsleepError, ConfigurationError, DeviceError, EngineDeadError, RequestError, SleepAborted
+from torpor.models.config import ModelConfig
+from torpor.request import EngineOutput, FinishReason, GenerationRequest, SamplingParams
+from torpor.testing.engine import FakeWorker, fake_core
+from torpor.testing.tokenizers import byte_tokenizer
+
+PROMPT = [72, 105]
+
+
+def factory(worker: FakeWorker, **sleep: Any) -> Callable[..., EngineCore]:
+    config = EngineConfig(model=ModelConfig(source="fake"), sleep=SleepConfig(enable_sleep_mode=True, **sleep))
+    return lambda **callbacks: fake_core(config, worker, **callbacks)
+
+
+async def start(worker: FakeWorker | None = None, **sleep: Any) -> InprocEngineClient:
+    config = EngineConfig(model=ModelConfig(source="fake"))
+    return await InprocEngineClient.start(config, factory=factory(worker or FakeWorker(), **sleep), timeout_s=20)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[InprocEngineClient]:
+    client = await start()
+    yield client
+    await client.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer())
+
+
+@pytest.fixture
+def frontend(client: InprocEngineClient, tokenizer: Tokenizer) -> Frontend:
+    return Frontend(client, tokenizer)
+
+
+def request(request_id: str, max_tokens: int = 8, prompt: list[int] = PROMPT, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+async def tokens(client: InprocEngineClient, item: GenerationRequest) -> list[int]:
+    async with aclosing(client.generate(item)) as outputs:
+        return [t async for output in outputs for t in output.new_token_ids]
+
+
+async def tokens_forever(client: InprocEngineClient) -> None:
+    for n in range(1000):
+        await tokens(client, request(f"more{n}"))
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_many_at_once_and_each_gets_its_own(client: InprocEngineClient) -> None:
+    alone = [await tokens(client, request(f"a{i}", prompt=[i, i + 1])) for i in range(6)]
+    together = await asyncio.gather(*(tokens(client, request(f"b{i}", prompt=[i, i + 1])) for i in range(6)))
+    assert together == alone
+
+
+async def test_a_stream_that_nobody_reads_holds_up_nobody(client: InprocEngineClient) -> None:
+    slow = client.generate(request("slow", 50))
+    first = await anext(slow)
+    assert first.new_token_ids
+    assert len(await tokens(client, request("quick", 20))) == 20
+    rest = [output async for output in slow]
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_leaving_a_stream_frees_its_blocks(client: InprocEngineClient) -> None:
+    async with aclosing(client.generate(request("a", 100))) as outputs:
+        await anext(outputs)
+    for _ in range(500):
+        stats = await client.stats()
+        if stats["cache"]["allocated_blocks"] == 0 and stats["scheduler"]["running"] == 0:
+            break
+    assert stats["scheduler"]["aborted"] == 1
+
+
+async def test_abort_ends_a_stream_with_that_reason(client: InprocEngineClient) -> None:
+    outputs: list[EngineOutput] = []
+    async with aclosing(client.generate(request("a", 100))) as stream:
+        async for output in stream:
+            outputs.append(output)
+            if len(outputs) == 1:
+                await client.abort(["a"])
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_a_request_that_can_never_run_is_refused_and_the_rest_goes_on(client: InprocEngineClient) -> None:
+    with pytest.raises(RequestError, match="300 tokens"):
+        await tokens(client, request("a", prompt=[1] * 300))
+    running = client.generate(request("twice", 30))
+    await anext(running)
+    with pytest.raises(RequestError, match="in use"):
+        await tokens(client, request("twice"))
+    assert len([o async for o in running]) == 29
+
+
+async def test_an_id_can_be_used_again_as_soon_as_its_stream_is_left(client: InprocEngineClient) -> None:
+    whole = await tokens(client, request("reference", 20))
+    for _ in range(5):
+        stream = client.generate(request("a", 100))
+        await anext(stream)
+        await stream.aclose()
+        assert await tokens(client, request("a", 20)) == whole
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_sleep_and_wake_through_the_client(client: InprocEngineClient) -> None:
+    before = await tokens(client, request("a"))
+    report = await client.sleep(SleepRequest(level=1))
+    assert (report["state"], client.state) == ("asleep", EngineState.ASLEEP)
+    with pytest.raises(AsleepError) as caught:
+        await tokens(client, request("b"))
+    assert caught.value.fields["retry_after_s"] == 5.0
+    assert (await client.stats())["missing_tags"] == ["kv_cache", "runtime", "weights"]
+    assert (await client.wake_up(["weights"]))["state"] == "asleep"
+    assert (await client.wake_up())["state"] == "awake"
+    assert await tokens(client, request("c")) == before
+
+
+async def test_keep_goes_on_after_the_wake_with_the_same_text(client: InprocEngineClient) -> None:
+    whole = await tokens(client, request("reference", 60))
+    stream = client.generate(request("a", 60))
+    seen = (await anext(stream)).new_token_ids
+    await client.sleep(SleepRequest(level=2, mode="keep"))
+    await client.wake_up()
+    assert seen + [t async for output in stream for t in output.new_token_ids] == whole
+
+
+async def test_errors_of_calls_keep_their_types(client: InprocEngineClient) -> None:
+    with pytest.raises(ConfigurationError, match="level is 9"):
+        await client.sleep(SleepRequest(level=9))
+    stream = client.generate(request("a", 100))
+    await anext(stream)
+    with pytest.raises(SleepAborted) as caught:
+        await client.sleep(SleepRequest(level=1, deadline_s=0))
+    assert caught.value.fields["waiting_for"] == "a"
+    await stream.aclose()
+
+
+async def test_the_core_answers_while_memory_moves() -> None:
+    """The transaction is on another thread: stats come, and the caller's wake queues."""
+    import threading
+
+    worker, entered, leave = FakeWorker(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        leave.wait(10)
+
+    worker.memory.register_tag_hooks("weights", before_unmap=hold, name="slow")
+    client = await start(worker)
+    sleeping = asyncio.create_task(client.sleep(SleepRequest(level=1)))
+    await asyncio.to_thread(entered.wait, 10)
+    stats = await asyncio.wait_for(client.stats(), 5)
+    assert stats["state"] == "sleeping"
+    waking = asyncio.create_task(client.wake_up())
+    leave.set()
+    assert ((await sleeping)["state"], (await waking)["state"]) == ("asleep", "awake")
+    await client.shutdown()
+
+
+async def test_what_kept_the_engine_from_starting_is_raised() -> None:
+    def broken(**callbacks: Any) -> EngineCore:
+        callbacks["progress"]("loading", 0.5)
+        raise ConfigurationError("num_blocks is 0", setting="num_blocks")
+
+    told: list[tuple[str, float]] = []
+    with pytest.raises(ConfigurationError, match="num_blocks is 0"):
+        await InprocEngineClient.start(
+            EngineConfig(model=ModelConfig(source="x")), factory=broken, progress=lambda *p: told.append(p)
+        )
+    assert told == [("loading", 0.5)]
+
+
+async def test_the_death_of_the_core_fails_everything_that_is_open() -> None:
+    worker = FakeWorker()
+    client = await start(worker)
+    stream = client.generate(request("a", 100))
+    await anext(stream)
+
+    def die(output: object) -> None:
+        raise DeviceError("gone", operation="step", code=5)
+
+    worker.execute = die  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineDeadError, match="gone"):
+        await asyncio.gather(*[tokens(client, request(f"r{n}")) for n in range(5)], tokens_forever(client))
+    assert client.state is EngineState.DEAD
+    for call in (client.stats(), client.check_health(), client.wake_up()):
+        with pytest.raises(EngineDeadError):
+            await call
+    await stream.aclose()
+    await client.shutdown()
+
+
+async def test_shutdown_is_idempotent_and_ends_streams(client: InprocEngineClient) -> None:
+    stream = client.generate(request("a", 100))
+    await anext(stream)
+    await client.shutdown()
+    await client.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        [output async for output in stream]
+
+
+def test_messages_survive_the_wire() -> None:
+    message = Call(id=3, operation=Sleep(request=SleepRequest(policies={"weights": "host"})))
+    assert decode_to_core(encode(message)) == message
+    outputs = Outputs(outputs=[EngineOutput(request_id="a", new_token_ids=[1], finish_reason=FinishReason.STOP)])
+    assert decode_to_client(encode(outputs)) == outputs
+
+
+# ---- the front end ------------------------------------------------------------------------------------------------------------
+
+
+async def collect(frontend: Frontend, prompt: list[int] = PROMPT, n: int = 1, **sampling: Any) -> list[TextDelta]:
+    stream = frontend.generate("r", prompt, SamplingParams(**sampling), n=n)
+    async with aclosing(stream) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def test_text_is_what_the_tokens_spell(frontend: Frontend) -> None:
+    deltas = await collect(frontend, max_tokens=20)
+    ids = [t for delta in deltas for t in delta.token_ids]
+    assert len(ids) == 20
+    assert "".join(d.text for d in deltas) == bytes(ids).decode(errors="replace")
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_stop_string_cuts_the_text_and_aborts_the_rest(frontend: Frontend) -> None:
+    whole = "".join(d.text for d in await collect(frontend, max_tokens=40))
+    stop = next(c for c in whole[5:] if c.isascii() and c not in whole[:5])
+    deltas = await collect(frontend, max_tokens=40, stop=(stop,))
+    text = "".join(d.text for d in deltas)
+    assert whole.startswith(text + stop)
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, stop)
+    shown = await collect(frontend, max_tokens=40, stop=(stop,), include_stop_str_in_output=True)
+    assert "".join(d.text for d in shown) == text + stop
+
+
+async def test_n_choices_come_with_their_index(frontend: Frontend) -> None:
+    deltas = await collect(frontend, n=3, max_tokens=6, seed=5)
+    assert {d.index for d in deltas} == {0, 1, 2}
+    assert sum(d.finish_reason is not None for d in deltas) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "sampling", "param"),
+    [
+        ([], 1, {}, "prompt"),
+        ([1] * 128, 1, {}, "prompt"),
+        ([70000], 1, {}, "prompt"),
+        (PROMPT, 0, {}, "n"),
+        (PROMPT, 1, {"temperature": -1.0}, "temperature"),
+        (PROMPT, 1, {"top_p": 2.0}, "top_p"),
+        (PROMPT, 1, {"max_tokens": 0}, "max_tokens"),
+        (PROMPT, 1, {"stop_token_ids": (99999,)}, "stop_token_ids"),
+    ],
+)
+async def test_errors_at_the_door_name_the_field(
+    frontend: Frontend, prompt: list[int], n: int, sampling: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await collect(frontend, prompt, n, **sampling)
+    assert caught.value.fields["param"] == param
+
+
+async def test_a_prompt_that_is_too_long_is_told_the_limit_and_the_setting(frontend: Frontend) -> None:
+    with pytest.raises(RequestError, match="max_model_len") as caught:
+        await collect(frontend, [1] * 200)
+    fields = caught.value.fields
+    assert (fields["tokens"], fields["limit"], fields["setting"]) == (200, 128, "max_model_len")
+
+
+async def test_a_failed_step_is_raised_in_the_middle_of_a_text(tokenizer: Tokenizer) -> None:
+    worker = FakeWorker()
+    client = await start(worker)
+    stream = Frontend(client, tokenizer).generate("r", PROMPT, SamplingParams(max_tokens=100))
+    await anext(stream)
+    worker.fail_next = DeviceError("hot", operation="step", code=7)
+    with pytest.raises(DeviceError, match="hot"):
+        async for _ in stream:
+            pass
+    await client.shutdown()
+
+
+def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hé"}])
+    assert bytes(ids).decode() == "user: hé\nassistant:"
+    with pytest.raises(RequestError, match="no robots"):
+        tokenizer.encode_chat([{"role": "robot", "content": "x"}])
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(byte_tokenizer(chat_template=None)).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_tokens_by_themselves(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.token_text(65), tokenizer.token_bytes(65)) == ("A", b"A")
+    assert tokenizer.token_bytes(0xC3) == b"\xc3"
+    assert tokenizer.token_bytes(0x20) == b" "
+
+
+def test_the_token_that_ended_a_text_is_counted_but_not_shown(tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(tokenizer, PROMPT, SamplingParams(stop_token_ids=(66,)))
+    processor.process(EngineOutput(request_id="r", new_token_ids=[65]))
+    last = processor.process(EngineOutput(request_id="r", new_token_ids=[66], finish_reason=FinishReason.STOP, stop_reason=66))
+    assert (last.text, last.token_ids, last.stop_reason) == ("", [66], 66)
+
+
+def test_half_a_character_at_the_end_of_a_text_is_shown(tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(tokenizer, PROMPT, SamplingParams())
+    assert processor.process(EngineOutput(request_id="r", new_token_ids=[0xC3])).text == ""
+    last = processor.process(EngineOutput(request_id="r", new_token_ids=[0xA9, 0xC3], finish_reason=FinishReason.LENGTH))
+    assert last.text == "é�"

@@ -1,0 +1,46 @@
+"""The README keeps its promises: its Python runs, its commands parse, its files exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def snippets(kind: str) -> list[str]:
+    return re.findall(rf"<!-- test: {kind} -->\n```\w+\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("code", snippets("python"))
+def test_python_runs(code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_folders_it_names_exist() -> None:
+    for name in re.findall(r"`((?:csrc|src|tests|scripts|docs|examples|benchmarks)/[\w/.*-]*)`", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_commands_it_names_parse() -> None:
+    from typer.main import get_command
+
+    from torpor.cli.app import build_app
+
+    tree = get_command(build_app())
+    context = tree.make_context("torpor", ["version"], resilient_parsing=True)
+    lines = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("torpor ")]
+    assert lines
+    for line in lines:
+        _, name, *arguments = shlex.split(line)
+        command = tree.get_command(context, name)  # type: ignore[attr-defined]
+        assert command is not None, line
+        command.make_context(name, arguments)
+
+
+def test_its_size() -> None:
+    assert README.count("\n") < 150

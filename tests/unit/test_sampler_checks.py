@@ -1,0 +1,79 @@
+"""What the door refuses: each field of the sampling parameters, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torpor.engine.sampling_checks import check_sampling_params, check_token_ids
+from torpor.errors import RequestError
+from torpor.request import SamplingParams
+
+NAN = float("nan")
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0},
+        {"temperature": 5.5, "top_k": 10**6, "top_p": 1, "min_p": 1},
+        {"seed": -(1 << 63)},
+        {"seed": (1 << 64) - 1, "logprobs": 20},
+        {"frequency_penalty": -2, "presence_penalty": 2.0, "repetition_penalty": 0.1},
+        {"max_tokens": 5, "min_tokens": 5, "stop": ("\n",), "stop_token_ids": (0, 99)},
+    ],
+)
+def test_accepted(params: dict[str, Any]) -> None:
+    check_sampling_params(SamplingParams(**params), 100)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", NAN),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", 1 << 64),
+        ("seed", -(1 << 63) - 1),
+        ("seed", 0.5),
+        ("stop", ("",)),
+        ("stop", (3,)),
+        ("stop_token_ids", (100,)),
+        ("stop_token_ids", (-1,)),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", INF),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
+)
+def test_refused_by_name(param: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=param) as caught:
+        check_sampling_params(SamplingParams(**{param: value}), 100)
+    assert caught.value.param == param
+
+
+def test_token_ids_beyond_the_vocabulary() -> None:
+    check_token_ids("prompt", [], 10)
+    check_token_ids("prompt", [0, 9], 10)
+    for bad in ([0, 10], [-1, 3]):
+        with pytest.raises(RequestError, match="token ids from 0 to 9") as caught:
+            check_token_ids("prompt", bad, 10)
+        assert caught.value.param == "prompt"
