@@ -1,0 +1,43 @@
+"""``torpor demo``: the main job on this machine, with real engines and a real model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from torpor.cli.console import guarded, out
+from torpor.demo import DemoConfig, run_demo, run_unfollowed
+from torpor.errors import ConfigurationError
+
+_DEFAULT = DemoConfig()
+KNOWN = ("ipc", "nixl")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("demo")(guarded(demo))
+
+
+def demo(
+    connector: Annotated[
+        list[str] | None, typer.Option(help=f"How D reads P's KV cache: {' or '.join(KNOWN)}. Repeatable; default: both.")
+    ] = None,
+    unfollowed: Annotated[
+        bool, typer.Option("--unfollowed", help="Show the fault instead: registrations that do not follow the mapping.")
+    ] = False,
+    cycles: Annotated[int, typer.Option(help="Sleeps of each kind at level 1.", min=1)] = _DEFAULT.cycles,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = _DEFAULT.max_tokens,
+    model: Annotated[str, typer.Option(help="A folder, a .gguf file or builtin:smollm2-135m.")] = _DEFAULT.model,
+) -> None:
+    """Starts a prefill engine, a decode engine and a router, asks eight questions, puts the engines to sleep in turn, wakes them
+    and asks again: every answer must be the same to the byte and every page must have come back. Ends with PASS or FAIL."""
+    chosen = tuple(connector or _DEFAULT.connectors)
+    for name in chosen:
+        if name not in KNOWN:
+            raise ConfigurationError(
+                f"connector {name!r} is not known; use one of {', '.join(KNOWN)}", setting="--connector", value=name
+            )
+    config = DemoConfig(connectors=chosen, cycles=cycles, max_tokens=max_tokens, model=model)
+    passed = run_unfollowed(config, out) if unfollowed else run_demo(config, out)
+    if not passed:
+        raise typer.Exit(1)

@@ -1,0 +1,59 @@
+"""Parsers of option values. A wrong one is a usage error that shows what would be right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from torpor.errors import ConfigurationError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+MIN_SECRET_CHARS = 8
+
+
+def parse_bytes(text: str) -> int:
+    """``512MiB``, ``2GiB``, ``1.5GB`` or a plain number of bytes."""
+    match = SIZE.fullmatch(str(text).strip())
+    unit = UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 2GiB, 1.5GB or a number of bytes")
+    nbytes = float(match.group(1)) * unit
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is less than one byte")
+    return round(nbytes)
+
+
+def read_secret(path: str) -> str:
+    """The first line of a file; its content stays out of the process list."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise typer.BadParameter(f"cannot read {path!r}: {e}") from e
+    secret = lines[0].strip() if lines else ""
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
+        raise typer.BadParameter(
+            f"{path!r} must hold a token of at least {MIN_SECRET_CHARS} printable ASCII characters in its first line"
+        )
+    return secret
+
+
+def split_option(flag: str, text: str) -> tuple[str, str]:
+    """``KEY=VALUE``; ConfigurationError for anything else."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigurationError(f"{flag} {text!r} is not KEY=VALUE", setting=flag, value=text)
+    return key, value

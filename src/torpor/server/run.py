@@ -1,0 +1,85 @@
+"""From a config to a server that runs until it is told to stop or its engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+
+from torpor.engine.base import EngineState
+from torpor.engine.frontend import Frontend
+from torpor.errors import EngineDeadError
+from torpor.server.app import create_app
+from torpor.server.config import ServerConfig
+from torpor.web.serve import HttpServer, bind, on_signals, serve_until, url_of
+from torpor.web.streams import stop
+
+WATCH_INTERVAL_S = 0.5
+SHUTDOWN_S = 30.0
+
+Started = Callable[[Frontend, str], None]
+
+
+def run_server(config: ServerConfig, start: Callable[[], Awaitable[Frontend]], on_started: Started | None = None) -> None:
+    """Blocks until SIGTERM or SIGINT; then running requests get ``drain_s`` and the engine is shut down. For the main thread.
+
+    The port is bound before ``start`` loads the model: ConfigurationError names --port when it is taken. ``on_started`` gets the
+    front end and the URL once requests are accepted. EngineDeadError when the engine dies.
+    """
+    sock = bind(config.host, config.port)
+    try:
+        asyncio.run(_run(config, sock, start, on_started))
+    finally:
+        sock.close()
+
+
+async def _run(
+    config: ServerConfig, sock: socket.socket, start: Callable[[], Awaitable[Frontend]], on_started: Started | None
+) -> None:
+    stopping = asyncio.Event()
+    started = on_started or (lambda frontend, url: None)
+    server: HttpServer | None = None
+
+    def on_stop() -> None:
+        stopping.set()
+        if server is not None:
+            server.stop()
+
+    with on_signals(on_stop):
+        frontend = await _start_unless(stopping, start)
+        if frontend is None:
+            return
+        try:
+            url = url_of(sock)
+            app = create_app(frontend, config)
+            server = HttpServer(app, config.drain_s, access_log=config.access_log, on_started=lambda: started(frontend, url))
+            if not stopping.is_set():
+                await serve_until(server, sock, watch_engine(frontend))
+        finally:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(frontend.client.shutdown(), SHUTDOWN_S)
+
+
+async def _start_unless(stopping: asyncio.Event, start: Callable[[], Awaitable[Frontend]]) -> Frontend | None:
+    """The started front end, or None when a signal came first: the load is cancelled then."""
+    loading = asyncio.ensure_future(_awaited(start))
+    waiting = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait({loading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return loading.result() if loading.done() else None
+    finally:
+        await stop(waiting)
+        await stop(loading)
+
+
+async def _awaited(start: Callable[[], Awaitable[Frontend]]) -> Frontend:
+    return await start()
+
+
+async def watch_engine(frontend: Frontend) -> None:
+    """Ends only by raising EngineDeadError."""
+    while frontend.client.state is not EngineState.DEAD:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+    await frontend.client.check_health()
+    raise EngineDeadError("the engine core is gone")
