@@ -1,0 +1,148 @@
+"""The demo's plan: reference answers, sleeps of D, P and both at two levels, and the verdict.
+
+Results are data; tables.py shows them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+
+from torpor.demo.fleet import Fleet, Service
+from torpor.demo.pair import Pair, PairConfig
+from torpor.demo.questions import QUESTIONS
+from torpor.demo.tables import show_answers, show_phases, show_rows
+from torpor.errors import TorporError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    connectors: tuple[str, ...] = ("ipc", "nixl")
+    cycles: int = 2
+    model: str = PairConfig.model
+    max_tokens: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sleep and wake of one or two engines; bytes are sums over them, milliseconds the longest."""
+
+    who: str
+    cycle: int
+    level: int
+    identical: int
+    asked: int
+    resident_bytes: int
+    unmapped_bytes: int
+    returned_bytes: int
+    held_bytes: int
+    sleep_ms: float
+    wake_ms: float
+
+    @property
+    def passed(self) -> bool:
+        return self.identical == self.asked and self.held_bytes == 0 and self.unmapped_bytes > 0
+
+
+@dataclass
+class Phases:
+    """How long each part took, for the table at the end."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def sleep_plan(cycles: int) -> list[tuple[str, int, int]]:
+    """(who, cycle, level): D, P and both, ``cycles`` times each at level 1, then both once at level 2."""
+    plan = [(who, cycle, 1) for who in ("D", "P", "D+P") for cycle in range(1, cycles + 1)]
+    return [*plan, ("D+P", 1, 2)]
+
+
+def resident_bytes(memory: dict[str, Any]) -> int:
+    return sum(int(tag["resident_bytes"]) for tag in memory["memory"]["tags"])
+
+
+def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str]) -> Row:
+    services: list[Service] = [s for s in (pair.decode, pair.prefill) if s.name in who.split("+")]
+    resident = sum(resident_bytes(pair.memory(s)) for s in services)
+    slept = [pair.sleep(s, level) for s in services]
+    woken = [pair.wake(s) for s in services]
+    answers = pair.ask(QUESTIONS)
+    return Row(
+        who=who,
+        cycle=cycle,
+        level=level,
+        identical=sum(a.encode() == b.encode() for a, b in zip(answers, reference, strict=True)),
+        asked=len(reference),
+        resident_bytes=resident,
+        unmapped_bytes=sum(int(r["unmapped_bytes"]) for r in slept),
+        returned_bytes=sum(int(r["returned_bytes"]) for r in slept),
+        held_bytes=sum(int(r["unmapped_bytes"]) - int(r["returned_bytes"]) for r in slept),
+        sleep_ms=1000 * max(float(r["seconds"]) for r in slept),
+        wake_ms=1000 * max(float(r["seconds"]) for r in woken),
+    )
+
+
+def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> bool:
+    """One pair from start to stop. True when every row passed."""
+    pair_config = PairConfig(connector=connector, model=config.model, max_tokens=config.max_tokens)
+    with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
+        try:
+            rows, pulled = run_pair(fleet, pair_config, config.cycles, console, phases)
+        except (TorporError, httpx.TransportError) as error:
+            console.print(f"[red]{connector}: {escape(str(error))}[/red]\n{escape(fleet.last_words())}", highlight=False)
+            return False
+    show_rows(console, connector, rows)
+    console.print(f"{connector}: D pulled KV from P {pulled['loads_done']} times over {pulled['path']}")
+    return int(pulled["loads_done"]) > 0 and all(row.passed for row in rows)
+
+
+def run_pair(fleet: Fleet, config: PairConfig, cycles: int, console: Console, phases: Phases) -> tuple[list[Row], dict[str, Any]]:
+    """The rows, and D's connector as it says it is at the end."""
+    name = config.connector
+    with phases.timed(f"{name}: start P, D and router"), console.status(f"{name}: starting P, D and router") as status:
+        pair = Pair.start(fleet, config, status.update)
+    with phases.timed(f"{name}: reference answers"), console.status(f"{name}: asking {len(QUESTIONS)} questions for reference"):
+        reference = pair.ask(QUESTIONS)
+    show_answers(console, QUESTIONS, reference)
+    rows = []
+    for who, cycle, level in sleep_plan(cycles):
+        with phases.timed(f"{name}: sleep, wake, ask again"), console.status(f"{name}: {who} sleeps at level {level}"):
+            rows.append(sleep_once(pair, who, cycle, level, reference))
+    return rows, dict(pair.memory(pair.decode)["connector"])
+
+
+def run_demo(config: DemoConfig, console: Console) -> bool:
+    """Runs the demo for every connector and prints PASS or FAIL. True when everything passed; errors are shown, not raised."""
+    phases = Phases()
+    started = time.monotonic()
+    passed = True
+    with phases.timed("model: found or converted"):
+        prepare_model(config.model, console)
+    for connector in config.connectors:
+        passed = run_connector(connector, config, console, phases) and passed
+    show_phases(console, phases.seconds, time.monotonic() - started)
+    console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
+    return passed
+
+
+def prepare_model(source: str, console: Console) -> None:
+    """Converts a GGUF before two engines would wait for each other to do it."""
+    from torpor.models import ModelConfig, resolve_model
+
+    with console.status(f"model {source}") as status:
+        resolve_model(ModelConfig(source=source), lambda phase, done: status.update(f"{phase} {done:.0%}"))
