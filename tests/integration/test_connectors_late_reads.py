@@ -60,8 +60,8 @@ def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]
 
 
 @pytest.fixture
-def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reader acknowledges a withdrawal, but keeps its import until the test has ended."""
+def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The reader acknowledges a withdrawal, but keeps its import until the event is set."""
     ended = threading.Event()
 
     def acknowledge(link: Link) -> None:
@@ -69,7 +69,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ended.wait(60)
 
     monkeypatch.setattr(Link, "_let_go", acknowledge)
-    yield
+    yield ended
     ended.set()
 
 
@@ -89,7 +89,7 @@ def read_late(d: KVEngine, link: Link) -> bytes:
 
 
 @pytest.mark.parametrize("meeting", ["nixl", "nixl over tcp"], indirect=True)
-def test_p4_a_late_read_kills_nobody_and_yields_no_bytes(meeting: Meeting, liar: None) -> None:
+def test_p4_a_late_read_kills_nobody_and_yields_no_bytes(meeting: Meeting, liar: threading.Event) -> None:
     p, d = meeting.owner(), meeting.reader()
     late = p.call("prefill", "r", A, [1, 2, 3])
     assert d.load("q", A, late, [4, 5, 6]) == "recving"
@@ -109,7 +109,7 @@ def _load_like(params: dict[str, Any]) -> Any:
     return Load(LoadRequest(request_id="x", local_block_ids=[], params=params))
 
 
-def test_a_mapping_that_a_peer_keeps_is_named_by_the_sleep_report(tmp_path: Path, liar: None) -> None:
+def test_a_mapping_that_a_peer_keeps_is_named_by_the_sleep_report(tmp_path: Path, liar: threading.Event) -> None:
     """ipc: whoever acknowledges and lies is found by the kernel's own account (M11)."""
     meeting = Meeting("ipc", "", tmp_path)
     with contextlib.closing(meeting):
@@ -119,7 +119,7 @@ def test_a_mapping_that_a_peer_keeps_is_named_by_the_sleep_report(tmp_path: Path
         (tag,) = report["tags"]
         assert report["held_bytes"] == tag["unmapped_bytes"]
         assert any(str(os.getpid()) in holder["who"] for holder in tag["holders"]), tag
-        link_of(d)._remote.close()
+        liar.set()
 
 
 def test_p2_a_peer_that_lost_its_connection_but_kept_its_mapping_is_named(

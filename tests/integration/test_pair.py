@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,3 +146,55 @@ def test_p4_a_late_read_at_a_sleeping_engine_kills_nobody(pair: Pair, reference:
     finally:
         pair.wake(pair.prefill)
     assert pair.ask(QUESTIONS) == reference
+
+
+def in_use(pair: Pair) -> list[int]:
+    """Blocks that requests hold on P and on D."""
+    return [pair.memory(service)["cache"]["allocated_blocks"] for service in (pair.prefill, pair.decode)]
+
+
+def test_a_client_that_leaves_frees_its_blocks_on_both_engines(client: openai.OpenAI, pair: Pair) -> None:
+    stream = stream_text(client, "Tell me a very long story about a sleepy bear.", 200)
+    next(stream)
+    assert in_use(pair)[1] > 0
+    stream.close()
+    deadline = time.monotonic() + 10
+    while in_use(pair) != [0, 0] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert in_use(pair) == [0, 0]
+
+
+def test_a_hand_off_that_d_never_reads_is_freed_by_the_sleep(pair: Pair, reference: list[str]) -> None:
+    """Today's engines block such a sleep until the lease is over."""
+    pair.prefill_only("A question whose answer nobody fetches.")
+    assert in_use(pair)[0] > 0
+    assert pair.sleep(pair.prefill, 1)["seconds"] < 10
+    pair.wake(pair.prefill)
+    assert in_use(pair)[0] == 0
+    assert pair.ask(QUESTIONS) == reference
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "named"),
+    [
+        ("sleep", {"level": 7}, "level"),
+        ("sleep", {"mode": "gently"}, "mode"),
+        ("sleep", {"deadline_s": -1}, "deadline_s"),
+        ("wake_up", {"tags": "wieghts"}, "kv_cache"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_everybody_else_is_served(
+    pair: Pair, reference: list[str], path: str, query: dict[str, str], named: str
+) -> None:
+    response = pair._fleet.http.post(f"{pair.prefill.url}/{path}", params=query)
+    assert 400 <= response.status_code < 500
+    assert named in response.json()["error"]["message"]
+    assert pair.ask(QUESTIONS[:1]) == reference[:1]
+
+
+def test_a_p_that_does_not_exist_is_recomputed(pair: Pair, reference: list[str]) -> None:
+    params = pair.prefill_only(QUESTIONS[5])
+    pair.sleep(pair.decode, 1)
+    pair.wake(pair.decode)
+    nowhere = {**params, "remote_engine_id": "nobody", "remote_port": 1}
+    assert pair.decode_with(QUESTIONS[5], nowhere) == reference[5]

@@ -126,6 +126,16 @@ async def test_an_id_can_be_used_again_as_soon_as_its_stream_is_left(client: Inp
         assert await tokens(client, request("a", 20)) == whole
 
 
+async def test_an_id_can_be_used_again_also_when_its_last_output_was_never_read(client: InprocEngineClient) -> None:
+    whole = await tokens(client, request("reference", 20))
+    stream = client.generate(request("a", 20))
+    await anext(stream)
+    while (await client.stats())["scheduler"]["finished"] < 2:
+        await asyncio.sleep(0.001)
+    await stream.aclose()
+    assert await asyncio.wait_for(tokens(client, request("a", 20)), 10) == whole
+
+
 # ---- calls --------------------------------------------------------------------------------------------------------------------
 
 

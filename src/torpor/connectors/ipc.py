@@ -112,6 +112,8 @@ class IpcTransport(Transport):
             return True
         if doors.start_time(credentials.pid) != credentials.started:
             return True
+        if self._memory.device.driver != "host":
+            return False  # device memory has no inode: what a living process maps of it cannot be seen
         try:
             mapped = any(mapping.inode in self._inodes for mapping in read_mappings(credentials.pid))
             return not mapped and not any(inode in self._inodes for _, inode in open_memfds(credentials.pid))

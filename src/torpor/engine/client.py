@@ -49,6 +49,16 @@ ProgressCallback = Callable[[str, float], None]
 SHUTDOWN_S = 30.0  # a sleep or wake under way is waited for
 
 
+class _Stream:
+    """What one reader has not read yet."""
+
+    __slots__ = ("ended", "items")
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[EngineOutput | TorporError] = asyncio.Queue()
+        self.ended = False  # the last output has arrived, read or not
+
+
 class EngineClientBase:
     """Everything but the line: what is pending, and who waits for it. All of it belongs to one event loop."""
 
@@ -60,7 +70,7 @@ class EngineClientBase:
         self._state = EngineState.STARTING
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = itertools.count(1)
-        self._streams: dict[str, asyncio.Queue[EngineOutput | TorporError]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._leaving: Counter[str] = Counter()  # requests whose reader left before their last output came
         self._death: TorporError | None = None
         self._closing = False
@@ -107,15 +117,16 @@ class EngineClientBase:
                 self._on_death(RemoteError.decode(error))
 
     def _to_stream(self, request_id: str, item: EngineOutput | TorporError) -> None:
+        last = isinstance(item, TorporError) or item.finish_reason is not None
         if self._leaving[request_id]:
             # Every request has exactly one last output. Until it came, what arrives is not for a new request of the same id.
-            if isinstance(item, TorporError) or item.finish_reason is not None:
-                self._leaving[request_id] -= 1
+            self._leaving[request_id] -= last
             return
         del self._leaving[request_id]
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.put_nowait(item)
+            stream.ended |= last
+            stream.items.put_nowait(item)
 
     def _on_reply(self, call: int, result: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
         future = self._calls.pop(call, None)
@@ -139,7 +150,7 @@ class EngineClientBase:
                 future.set_exception(self._dead_error())
         self._calls.clear()
         for stream in self._streams.values():
-            stream.put_nowait(self._dead_error())
+            stream.items.put_nowait(self._dead_error())
 
     def _dead_error(self) -> EngineDeadError:
         assert self._death is not None
@@ -182,20 +193,19 @@ class EngineClientBase:
         request_id = request.request_id
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        stream = self._streams[request_id] = asyncio.Queue()
-        running = True
+        stream = self._streams[request_id] = _Stream()
         try:
             self._send(Add(request=request))
+            running = True
             while running:
-                item = await stream.get()
+                item = await stream.items.get()
                 if isinstance(item, TorporError):
-                    running = False
                     raise item
                 running = item.finish_reason is None
                 yield item
         finally:
             del self._streams[request_id]
-            if running and self._death is None:
+            if not stream.ended and self._death is None:
                 self._leaving[request_id] += 1
                 self._send(Abort(request_ids=[request_id]))
 
