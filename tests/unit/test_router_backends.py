@@ -118,3 +118,31 @@ def test_a_router_needs_a_decode_engine_a_known_policy_and_no_doubles() -> None:
         RouterConfig(decode=("http://d",), policy="random")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="twice"):
         RouterConfig(decode=("http://d", "http://d"))
+
+
+async def test_an_engine_whose_probes_fail_for_long_is_lost_until_it_is_heard_again() -> None:
+    clock = Clock()
+    (backend,) = group(1, clock=clock).backends
+    waiting = backend.lost
+    backend.saw_silence("timed out")
+    clock.now += CONFIG.silence_timeout_s - 1
+    backend.saw_silence("timed out")
+    assert not waiting.done()
+    clock.now += 1
+    backend.saw_silence("timed out")
+    assert waiting.done()
+    assert backend.lost.done(), "a new request does not wait for it either"
+    backend.saw_not_ready("asleep")
+    assert not backend.lost.done()
+    backend.saw_silence("timed out")
+    assert not backend.lost.done(), "silence is counted anew"
+
+
+def test_an_engine_that_has_failed_for_days_is_still_only_left_alone() -> None:
+    clock = Clock()
+    (backend,) = group(1, clock=clock).backends
+    for _ in range(5000):
+        backend.saw_failure("refused")
+    assert backend.resting
+    clock.now += CONFIG.max_backoff_s
+    assert not backend.resting

@@ -18,6 +18,7 @@ from web_fakes import Network, chat, client_of, completion, events_of, server_ap
 from torpor.engine.base import SleepRequest
 from torpor.errors import BugError, CapacityError, RequestError
 from torpor.router import Router, RouterConfig, create_app
+from torpor.router.health import probe
 from torpor.testing.fake_engine import FakeEngine
 
 P, D, D2 = "http://p", "http://d", "http://d2"
@@ -451,3 +452,48 @@ async def test_json_bodies_are_passed_on_whole() -> None:
             {"text": "ü"}, ensure_ascii=False, separators=(",", ":")
         ).encode()
     assert got == [body]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_to_an_engine_that_falls_silent_goes_to_the_next(stream: bool) -> None:
+    """It was stopped with the request in it: nothing comes and no connection breaks."""
+    stopped, other = FakeEngine("abc"), FakeEngine("abc")
+    stopped.hold()
+    hosts = {"d": server_app(stopped), "d2": server_app(other)}
+    async with routed(hosts, prefill=(), decode=(D, D2), silence_timeout_s=5.0) as setup:
+        asked = asyncio.create_task(setup.post("/v1/completions", completion(stream=stream)))
+        while not stopped.active:
+            await asyncio.sleep(0)
+        backend = setup.router.decode.backends[0]
+        backend.saw_silence("timed out")
+        setup.now += 5.0
+        backend.saw_silence("timed out")
+        answer = await asyncio.wait_for(asked, 5)
+        assert answer.status_code == 200
+        assert "c" in answer.text
+        assert len(other.requests) == 1
+
+
+async def test_a_request_to_the_only_engine_that_falls_silent_ends_with_an_error() -> None:
+    stopped = FakeEngine("abc")
+    stopped.hold()
+    async with routed({"d": server_app(stopped)}, prefill=(), silence_timeout_s=5.0) as setup:
+        asked = asyncio.create_task(setup.post("/v1/completions", completion()))
+        while not stopped.active:
+            await asyncio.sleep(0)
+        (backend,) = setup.router.decode.backends
+        backend.saw_silence("timed out")
+        setup.now += 5.0
+        backend.saw_silence("timed out")
+        answer = await asyncio.wait_for(asked, 5)
+        assert answer.status_code == 503
+        assert "silence_timeout_s" in answer.json()["error"]["message"]
+
+
+async def test_a_server_whose_core_hangs_counts_as_silent() -> None:
+    engine = FakeEngine("abc")
+    engine.silent_for_s = 100.0
+    async with routed({"d": server_app(engine)}, prefill=()) as setup:
+        (backend,) = setup.router.decode.backends
+        await probe(setup.router.client, backend, 1.0)
+        assert backend.state.value == "down"

@@ -36,7 +36,7 @@ async def test_with_a_token_only_the_token_opens(method: str, path: str) -> None
             missing = await client.request(method, path)
             assert (missing.status_code, missing.json()["error"]["code"]) == (401, "missing_authorization")
             assert missing.headers["www-authenticate"] == "Bearer"
-            for wrong in ("Bearer nope", f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer", "Bearer ü"):
+            for wrong in ("Bearer nope", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", "Bearer", "Bearer ü"):
                 response = await client.request(method, path, headers={"Authorization": wrong.encode("latin-1")})
                 assert response.status_code == 401, wrong
             assert (await client.request(method, path, headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
@@ -199,11 +199,17 @@ async def test_a_busy_engine_answers_memory_and_metrics_with_the_last_known() ->
 async def test_health_of_an_engine_that_is_dead_or_does_not_answer() -> None:
     engine = FakeEngine()
     async with client_of(server_app(engine, health_timeout_s=0.2)) as client:
-        engine.stall("check_health")
-        silent = await client.get("/health")
-        assert (silent.status_code, silent.json()["error"]["code"]) == (503, "engine_unresponsive")
+        engine.silent_for_s = 0.1
+        assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
+        engine.silent_for_s = 0.3
+        for silent in (
+            await client.get("/health"),
+            await client.get("/ready"),
+            await client.post("/v1/completions", json=completion()),
+            await client.post("/sleep"),
+        ):
+            assert (silent.status_code, silent.json()["error"]["code"]) == (503, "engine_unresponsive")
         engine.die()
-        engine.unstall()
         for path in ("/health", "/ready"):
             assert (await client.get(path)).status_code == 503
         assert (await client.get("/ready")).json()["error"]["code"] == "dead"

@@ -49,6 +49,7 @@ ROUTER_FLAGS: tuple[Flag, ...] = (
     _flag(WAITS, "read_timeout_s", "Seconds between two pieces of a stream."),
     _flag(WAITS, "health_interval_s", "Seconds between two looks at an engine's /ready."),
     _flag(WAITS, "health_timeout_s", "Seconds for its answer."),
+    _flag(WAITS, "silence_timeout_s", "Seconds of failing looks after which requests to an engine are given up."),
     _flag(WAITS, "backoff_s", "Seconds that a failed engine is left alone; doubles with every failure in a row."),
     _flag(WAITS, "max_backoff_s", "At most so many."),
 )

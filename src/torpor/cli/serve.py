@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torpor.cli.console import Progress, err, guarded
+from torpor.cli.early import import_early
 from torpor.cli.flags import collect, command, keyword, naming_flags
 from torpor.cli.kv_transfer import parse_kv_transfer_config
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
@@ -89,7 +90,10 @@ def serve(values: Mapping[str, Any]) -> None:
 
     async def start() -> Frontend:
         with progress:
-            client = await AsyncEngineClient.start(config, progress=progress)
+            starting = asyncio.ensure_future(AsyncEngineClient.start(config, progress=progress))
+            await asyncio.sleep(0)  # the core's process is on its way: now there is time
+            import_early(without_torch=not config.model.trust_remote_code)
+            client = await starting
             progress("loading the tokenizer", 0.0)
             try:
                 return await asyncio.to_thread(Frontend.for_client, client, trust_remote_code=config.model.trust_remote_code)

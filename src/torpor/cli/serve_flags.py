@@ -42,6 +42,12 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     ),
     _flag(SERVER, ServerConfig, "max_body_bytes", "Largest request body, such as 32MiB.", parse=parse_bytes, metavar="SIZE"),
     _flag(SERVER, ServerConfig, "drain_s", "Seconds that a shutdown waits for running requests before it aborts them."),
+    _flag(
+        SERVER,
+        ServerConfig,
+        "hang_timeout_s",
+        "Seconds after which an engine core that neither answers nor computes counts as dead: the server exits.",
+    ),
     _flag(SERVER, ServerConfig, "access_log", "Log every request."),
     _flag(MODEL, ModelConfig, "served_name", "Name in the API. Default: the last part of MODEL.", "--served-model-name"),
     _flag(MODEL, ModelConfig, "dtype", "auto, float32, bfloat16 or float16. auto: float32 on CPUs without bf16 units."),

@@ -64,11 +64,12 @@ class Fleet:
         self.stop()
         self.http.close()
 
-    def start(self, name: str, arguments: Sequence[str]) -> Service:
-        port = free_port()
+    def start(self, name: str, arguments: Sequence[str], port: int | None = None) -> Service:
+        """On a free port, unless one is given: for a service that takes another's place."""
+        port = port or free_port()
         log = self._folder / f"{name}.log"
         command = [sys.executable, "-m", "torpor", *arguments, "--host", "127.0.0.1", "--port", str(port)]
-        with log.open("wb") as out:
+        with log.open("ab") as out:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
         service = Service(name, process, f"http://127.0.0.1:{port}", log)
         self._services.append(service)

@@ -28,6 +28,7 @@ from torpor.engine.protocol import (
     Operation,
     Outputs,
     Pause,
+    Ping,
     Progress,
     Ready,
     Refused,
@@ -42,11 +43,13 @@ from torpor.engine.protocol import (
     ToCore,
     WakeUp,
 )
+from torpor.engine.pulse import Pulse
 from torpor.errors import EngineDeadError, RemoteError, RequestError, TorporError
 from torpor.request import EngineOutput, GenerationRequest
 
 ProgressCallback = Callable[[str, float], None]
 SHUTDOWN_S = 30.0  # a sleep or wake under way is waited for
+HUNG_S = 5.0  # a core that has been silent for so long is not asked to end: it is ended
 
 
 class _Stream:
@@ -74,6 +77,7 @@ class EngineClientBase:
         self._leaving: Counter[str] = Counter()  # requests whose reader left before their last output came
         self._death: TorporError | None = None
         self._closing = False
+        self._pulse = Pulse(self._ping, self._worked_s, self._loop.time)
 
     # ---- the line, for subclasses --------------------------------------------------------------------------------------------
 
@@ -121,6 +125,8 @@ class EngineClientBase:
         if self._leaving[request_id]:
             # Every request has exactly one last output. Until it came, what arrives is not for a new request of the same id.
             self._leaving[request_id] -= last
+            if not self._leaving[request_id]:
+                del self._leaving[request_id]
             return
         del self._leaving[request_id]
         stream = self._streams.get(request_id)
@@ -164,16 +170,31 @@ class EngineClientBase:
         if self._death is not None:
             raise self._dead_error()
 
-    async def _call(self, operation: Operation) -> dict[str, Any]:
-        self._check_alive()
+    def _begin(self, operation: Operation) -> tuple[int, asyncio.Future[dict[str, Any]]]:
         call = next(self._call_ids)
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._calls[call] = future
+        self._send(Call(id=call, operation=operation))
+        return call, future
+
+    async def _call(self, operation: Operation) -> dict[str, Any]:
+        self._check_alive()
+        call, future = self._begin(operation)
         try:
-            self._send(Call(id=call, operation=operation))
             return await future
         finally:
             self._calls.pop(call, None)
+
+    def _ping(self) -> None:
+        def answered(future: asyncio.Future[dict[str, Any]]) -> None:
+            if future.exception() is None:
+                self._pulse.answered()
+
+        self._begin(Ping())[1].add_done_callback(answered)
+
+    def _worked_s(self) -> float | None:
+        """Processor time that the core has used; None when it cannot be told from ours."""
+        return None
 
     # ---- EngineClient --------------------------------------------------------------------------------------------------------
 
@@ -194,9 +215,10 @@ class EngineClientBase:
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         stream = self._streams[request_id] = _Stream()
+        added = False
         try:
             self._send(Add(request=request))
-            running = True
+            running = added = True
             while running:
                 item = await stream.items.get()
                 if isinstance(item, TorporError):
@@ -205,7 +227,7 @@ class EngineClientBase:
                 yield item
         finally:
             del self._streams[request_id]
-            if not stream.ended and self._death is None:
+            if added and not stream.ended and self._death is None:
                 self._leaving[request_id] += 1
                 self._send(Abort(request_ids=[request_id]))
 
@@ -232,22 +254,27 @@ class EngineClientBase:
         return await self._call(Stats())
 
     async def check_health(self) -> None:
-        self._check_alive()
+        await self._call(Ping())
+
+    def silent_s(self) -> float:
+        return 0.0 if self._death is not None else self._pulse.silent_s()
 
     async def shutdown(self) -> None:
         """Ends the core and waits for it. Requests and calls that are open raise EngineDeadError. Idempotent; never raises."""
         if self._closing:
             return
         self._closing = True
-        if self._death is None and self._info is not None:  # a core that loads hears nothing: its line is closed on it
+        hung = self.silent_s() > HUNG_S
+        if self._death is None and self._info is not None and not hung:  # a core that loads hears nothing
             with suppress(TorporError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._call(Shutdown()), SHUTDOWN_S)
-        self._on_death(EngineDeadError("the engine was shut down"))
+        why = "did not answer and computed nothing: it was ended" if hung else "was shut down"
+        self._on_death(EngineDeadError(f"the engine {why}"))
         if not self._ready.cancelled():
             self._ready.exception()
-        await self._close_line()
+        await self._close_line(kill=hung or self._info is None)
 
-    async def _close_line(self) -> None:
+    async def _close_line(self, *, kill: bool) -> None:
         raise NotImplementedError
 
 
@@ -296,7 +323,7 @@ class InprocEngineClient(EngineClientBase):
     def _send(self, message: ToCore) -> None:
         self._channel.put(message)
 
-    async def _close_line(self) -> None:
+    async def _close_line(self, *, kill: bool) -> None:
         self._channel.close()
         await asyncio.to_thread(self._thread.join, SHUTDOWN_S)
 
@@ -323,8 +350,11 @@ class AsyncEngineClient(EngineClientBase):
     def _send(self, message: ToCore) -> None:
         self._process.send(message)
 
-    async def _close_line(self) -> None:
-        await asyncio.to_thread(self._process.close, kill=self._info is None)
+    def _worked_s(self) -> float | None:
+        return self._process.worked_s()
+
+    async def _close_line(self, *, kill: bool) -> None:
+        await asyncio.to_thread(self._process.close, kill=kill)
 
 
 def core_factory(config: EngineConfig) -> CoreFactory:

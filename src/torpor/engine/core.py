@@ -246,9 +246,7 @@ class EngineCore:
 
     def shutdown(self, error: TorporError | None = None) -> list[EngineOutput]:
         """Ends every request and every open call (with ``error``), releases connectors, memory and threads. Waits for a
-        transaction under way. Idempotent. Returns the last outputs."""
-        if self.state is EngineState.DEAD:
-            return []
+        transaction under way. Idempotent; after a DeviceError it can be repeated. Returns the last outputs."""
         self._lifecycle.die(error or EngineDeadError("the engine was shut down"))
         self._abort_all()
         if self._threads is not None:

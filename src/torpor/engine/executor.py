@@ -106,7 +106,7 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Idempotent. Unsubscribes the connector before anything is unmapped."""
+        """Idempotent; after a failure it can be repeated. Unsubscribes the connector before anything is unmapped."""
         ...
 
 
@@ -178,9 +178,9 @@ class UniprocExecutor:
     def shutdown(self) -> None:
         if self._closed:
             return
-        self._closed = True
         if self._subscription is not None:
             self._subscription.close()
         if self._connector is not None:
             self._connector.shutdown()
         self._worker.shutdown()
+        self._closed = True

@@ -12,7 +12,7 @@ import msgspec
 
 from torpor.engine.base import EngineClient, EngineInfo
 from torpor.engine.output_processor import OutputProcessor, TextDelta
-from torpor.engine.sampling_checks import check_sampling_params, check_token_ids
+from torpor.engine.sampling_checks import check_sampling_params, check_token_ids, check_transfer_params
 from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import BugError, RemoteError, RequestError
 from torpor.request import FinishReason, GenerationRequest, SamplingParams
@@ -49,12 +49,12 @@ class Frontend:
         return self.info.vocab_size or self._tokenizer.vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, special tokens added as the tokenizer does."""
-        return self._tokenizer.encode(text)
+        """Token ids of a plain prompt, special tokens added as the tokenizer does. RequestError for a text that cannot fit."""
+        return self._tokenizer.encode(text, max_tokens=self.info.max_model_len)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation through the model's chat template. RequestError when it has none or refuses."""
-        return self._tokenizer.encode_chat(messages, template_kwargs)
+        return self._tokenizer.encode_chat(messages, template_kwargs, max_tokens=self.info.max_model_len)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -101,6 +101,7 @@ class Frontend:
         prompt through the prefix cache.
         """
         self.check(prompt_token_ids, sampling, n)
+        check_transfer_params(kv_transfer_params)
         choices = [
             self._choice(
                 index,

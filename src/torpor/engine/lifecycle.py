@@ -72,7 +72,6 @@ class Lifecycle:
         self._drain: Drain | None = None
         self._job: Job | None = None
         self._queue: deque[Queued] = deque()
-        self._unrestored: set[str] = set()  # tags whose after_map hooks may have failed: not served until a wake covers them
         self._memory = executor.memory_stats()
 
     # ---- what is asked of it -------------------------------------------------------------------------------------------------
@@ -103,9 +102,10 @@ class Lifecycle:
         return self._memory
 
     def missing_tags(self, stats: MemoryStats) -> list[str]:
-        """The pools that keep the engine from serving: not resident, not valid, or mapped with a restore that failed."""
-        missing = {t.tag for t in stats.tags if t.residency is not Residency.RESIDENT or t.content is not Content.VALID}
-        return sorted(missing | self._unrestored)
+        """The pools that keep the engine from serving: not resident, not valid, or mapped with a hook that has not come back."""
+        return sorted(
+            t.tag for t in stats.tags if t.residency is not Residency.RESIDENT or t.content is not Content.VALID or t.hooks_away
+        )
 
     # ---- calls: each returns a ticket at once --------------------------------------------------------------------------------
 
@@ -249,8 +249,6 @@ class Lifecycle:
 
     def _unmapped(self, drain: Drain, drain_s: float, future: Future[SleepReport]) -> None:
         error = future.exception()
-        if isinstance(error, TorporError) and error.fields.get("undo_failures"):
-            self._unrestored |= {tag for tag, policy in drain.plan.policies.items() if policy != "keep"}
         missing = self._settle()
         if error is None:
             self._move(_S.ASLEEP)
@@ -307,17 +305,10 @@ class Lifecycle:
             mapped = self._clock()
             return report, self._executor.refill_lost(), self._clock() - mapped
 
-        self._move(_S.WAKING, work, lambda future: self._mapped(tags, started, ticket, future), [ticket])
+        self._move(_S.WAKING, work, lambda future: self._mapped(started, ticket, future), [ticket])
 
-    def _mapped(
-        self, tags: Sequence[str] | None, started: float, ticket: Ticket, future: Future[tuple[WakeReport, list[str], float]]
-    ) -> None:
+    def _mapped(self, started: float, ticket: Ticket, future: Future[tuple[WakeReport, list[str], float]]) -> None:
         error = future.exception()
-        covered = set(self._known_tags() if tags is None else tags)
-        if isinstance(error, HookError):
-            self._unrestored |= covered
-        elif error is None:
-            self._unrestored -= covered
         missing = self._settle()
         if error is not None:
             self._move(_S.ASLEEP)

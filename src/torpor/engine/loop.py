@@ -16,6 +16,7 @@ from torpor.engine.protocol import (
     Operation,
     Outputs,
     Pause,
+    Ping,
     Progress,
     Ready,
     Refused,
@@ -136,6 +137,8 @@ class CoreLoop:
         match operation:
             case Stats():
                 self._channel.send(Reply(id=call, result=plain(core.stats())))
+            case Ping():
+                self._channel.send(Reply(id=call, result={}))
             case Shutdown():
                 self._shutdown_call, self._stopping = call, True
             case _:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -39,7 +40,8 @@ def main() -> int:
     channel = ZmqChannel(bootstrap.requests, bootstrap.replies)
     signal.signal(signal.SIGTERM, lambda number, frame: channel.end())
     ended = threading.Event()
-    threading.Thread(target=_watch_client, args=(stdin, channel, ended), name="torpor-watch", daemon=True).start()
+    watched = (stdin, channel, bootstrap.folder, ended)
+    threading.Thread(target=_watch_client, args=watched, name="torpor-watch", daemon=True).start()
     error = CoreLoop(core_factory(bootstrap.config), channel).run()
     ended.set()
     channel.close()
@@ -53,12 +55,13 @@ def read_bootstrap(stream: BinaryIO) -> Bootstrap:
     return msgspec.msgpack.decode(stream.read(length), type=Bootstrap)
 
 
-def _watch_client(stdin: BinaryIO, channel: ZmqChannel, ended: threading.Event) -> None:
+def _watch_client(stdin: BinaryIO, channel: ZmqChannel, folder: str, ended: threading.Event) -> None:
     """Waits for the end of the client. A core that is busy (loading, in a step) and does not end by itself is ended."""
     while os.read(stdin.fileno(), 4096):
         pass
     if ended.is_set():
         return
+    shutil.rmtree(folder, ignore_errors=True)  # a client that was killed could not
     channel.end()
     if not ended.wait(ORPHAN_S):
         os._exit(EXIT_ORPHAN)

@@ -32,7 +32,8 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     life: its end means that the client is gone."""
 
     config: EngineConfig
-    requests: str  # addresses of the two sockets
+    folder: str  # of the two sockets
+    requests: str  # their addresses
     replies: str
     life_fd: int  # inherited, held by the core: its end means that the core is gone
     log_level: int
@@ -68,6 +69,15 @@ class CoreProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def worked_s(self) -> float | None:
+        """Processor time of the core, over all its threads; None once it has ended."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def send(self, message: ToCore) -> None:
         """Never blocks. To a core that has died nothing is sent; ``on_death`` tells."""
@@ -108,6 +118,7 @@ class CoreProcess:
     def _spawn(self, config: EngineConfig, life_fd: int) -> subprocess.Popen[bytes]:
         bootstrap = Bootstrap(
             config=config,
+            folder=str(self._folder),
             requests=self._address("requests"),
             replies=self._address("replies"),
             life_fd=life_fd,

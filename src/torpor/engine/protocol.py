@@ -46,11 +46,15 @@ class Stats(_Message, tag="stats", frozen=True, kw_only=True):
     pass
 
 
+class Ping(_Message, tag="ping", frozen=True, kw_only=True):
+    """Answered by the loop as soon as it turns."""
+
+
 class Shutdown(_Message, tag="shutdown", frozen=True, kw_only=True):
     pass
 
 
-Operation: TypeAlias = Sleep | WakeUp | Pause | Resume | ReleaseKVCache | Stats | Shutdown
+Operation: TypeAlias = Sleep | WakeUp | Pause | Resume | ReleaseKVCache | Stats | Ping | Shutdown
 
 # ---- client to core -----------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ class Runner:
         self._positions = pool.zeros((tokens,), torch.int64)
         self._slots = pool.zeros((tokens,), torch.int64)
         self._seq_lens = pool.zeros((seqs,), torch.int64)
-        self._block_tables = pool.zeros((seqs, -(-model.resolved.max_model_len // spec.block_size)), torch.int64)
+        longest = min(-(-model.resolved.max_model_len // spec.block_size), spec.num_blocks)
+        self._block_tables = pool.zeros((seqs, longest), torch.int64)
 
     @property
     def kv_caches(self) -> tuple[torch.Tensor, ...]:

@@ -86,7 +86,9 @@ def _draw(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
 
-    probs = torch.softmax(scores / column([p.temperature for p in params]), dim=-1)
+    # Less their peak first: a small temperature would otherwise make infinities of large scores, and NaN of those.
+    peaks = scores.amax(dim=-1, keepdim=True)
+    probs = torch.softmax((scores - peaks) / column([p.temperature for p in params]), dim=-1)
     if any(p.min_p > 0 for p in params):
         floor = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
         probs = probs.masked_fill_(probs < floor, 0)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
 
 from torpor.errors import RequestError
 from torpor.request import SamplingParams
 
 MAX_LOGPROBS = 20
-_SEED_RANGE = (-(1 << 63), (1 << 64) - 1)  # what fits on the wire
+MAX_TEMPERATURE = 100.0
+REPETITION_PENALTIES = (0.01, 100.0)  # beyond them float32 logits overflow
+MAX_STOP_TOKEN_IDS = 1024
+_MAX_INTEGER = (1 << 63) - 1  # what fits on the wire
+_SEED_RANGE = (-(1 << 63), (1 << 64) - 1)
+_MAX_TRANSFER_DEPTH = 16
+_MAX_TRANSFER_BYTES = 8 << 20
 
 # field: lowest, highest allowed value
 _NUMBERS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, math.inf),
+    "temperature": (0.0, MAX_TEMPERATURE),
     "min_p": (0.0, 1.0),
     "frequency_penalty": (-2.0, 2.0),
     "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": REPETITION_PENALTIES,
 }
-_INTEGERS: dict[str, tuple[int, float]] = {"max_tokens": (1, math.inf), "min_tokens": (0, math.inf), "top_k": (0, math.inf)}
-_OPTIONAL_INTEGERS: dict[str, tuple[int, float]] = {"seed": _SEED_RANGE, "logprobs": (0, MAX_LOGPROBS)}
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "max_tokens": (1, _MAX_INTEGER),
+    "min_tokens": (0, _MAX_INTEGER),
+    "top_k": (0, _MAX_INTEGER),
+}
+_OPTIONAL_INTEGERS: dict[str, tuple[int, int]] = {"seed": _SEED_RANGE, "logprobs": (0, MAX_LOGPROBS)}
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
@@ -31,13 +44,14 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     for name, (low, high) in _OPTIONAL_INTEGERS.items():
         if getattr(params, name) is not None:
             _in_range(name, getattr(params, name), low, high, integer=True)
-    for name in ("top_p", "repetition_penalty"):
-        _in_range(name, getattr(params, name), 0.0, 1.0 if name == "top_p" else math.inf, above=True)
+    _in_range("top_p", params.top_p, 0.0, 1.0, above=True)
     if params.min_tokens > params.max_tokens:
         raise _refusal("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
     for text in params.stop:
         if not isinstance(text, str) or not text:
             raise _refusal("stop", text, "a string that is not empty")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:  # each of them is looked at with every token
+        raise _refusal("stop_token_ids", len(params.stop_token_ids), f"a list of at most {MAX_STOP_TOKEN_IDS}")
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
@@ -50,14 +64,41 @@ def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise _refusal(param, worst, f"token ids from 0 to {vocab_size - 1}")
 
 
+def check_transfer_params(params: dict[str, Any] | None) -> None:
+    """RequestError unless it can be sent to the engine: plain JSON data of bounded size. What it means is the connector's."""
+    if params is None:
+        return
+    try:
+        nbytes = len(msgspec.msgpack.encode(params))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # half a surrogate pair, numbers beyond 64 bits
+        raise _bad_transfer(f"cannot be sent to the engine: {error}") from error
+    if nbytes > _MAX_TRANSFER_BYTES:
+        raise _bad_transfer(f"take {nbytes} bytes, at most {_MAX_TRANSFER_BYTES} are allowed")
+    layer: list[object] = [params]
+    for _ in range(_MAX_TRANSFER_DEPTH):
+        layer = [part for value in layer for part in _inner(value) if isinstance(part, (dict, list))]
+        if not layer:
+            return
+    raise _bad_transfer(f"are nested more than {_MAX_TRANSFER_DEPTH} deep")
+
+
+def _inner(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _bad_transfer(reason: str) -> RequestError:
+    return RequestError(f"kv_transfer_params {reason}", param="kv_transfer_params")
+
+
 def _in_range(name: str, value: object, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
     kinds = (int,) if integer else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    # NaN and the infinities fail the comparison; integers of any size survive it.
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
     if fits and not (above and value == low):
         return
     kind = "an integer" if integer else "a number"
     floor = f"above {low:g}" if above else f"of at least {low:g}"
-    raise _refusal(name, value, f"{kind} {floor}" + (f" and at most {high:g}" if math.isfinite(high) else ""))
+    raise _refusal(name, value, f"{kind} {floor} and at most {high if integer else f'{high:g}'}")
 
 
 def _refusal(name: str, value: object, wanted: str) -> RequestError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from torpor.errors import ModelError, RequestError
+
+SHORT_TEXT = 1 << 16  # characters; up to here a text is tokenized without a look at its length
 
 
 class Tokenizer:
@@ -21,7 +23,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
         """ModelError when the folder holds no tokenizer that works."""
-        from transformers import AutoTokenizer
+        from torpor.engine.tokenizer_classes import AutoTokenizer
 
         try:
             return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code))
@@ -33,11 +35,40 @@ class Tokenizer:
         """Token ids are 0 .. vocab_size - 1, added tokens included."""
         return len(self._tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Characters that one token can stand for at most. None: not known."""
+        vocabulary = getattr(self._tokenizer, "get_vocab", None)
+        return max(map(len, vocabulary())) if vocabulary is not None else None
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """RequestError when the model has no chat template, or its template refuses the conversation."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """RequestError for text that is not valid Unicode, and for one that is certain to have more than ``max_tokens``: finding
+        out how many would take seconds and gigabytes."""
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error}", param="prompt") from error
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        if len(text) <= SHORT_TEXT or self._longest_token is None or len(text) <= max_tokens * self._longest_token:
+            return
+        raise RequestError(
+            f"the prompt has {len(text)} characters, more than {max_tokens} tokens (max_model_len) can be: shorten it",
+            param="prompt",
+            limit=max_tokens,
+            setting="max_model_len",
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        template_kwargs: dict[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """RequestError when the model has no chat template, its template refuses the conversation, or as ``encode``."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template: use plain completions", param="messages")
         options = {"add_generation_prompt": True, **(template_kwargs or {}), "tokenize": False}
@@ -45,7 +76,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # whatever a template raises, it is about this conversation
             raise RequestError(f"the chat template does not take this conversation: {error}", param="messages") from error
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode(str(text), add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text = self._tokenizer.decode(

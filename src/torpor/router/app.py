@@ -110,11 +110,15 @@ async def _answer(router: Router, request: Request, path: str) -> Response:
         return json_error(to_http(error))
 
 
-def forwarded_headers(request: Request) -> Mapping[str, str]:
-    """The client's credentials and the request's id; no compression, so that bytes pass through as they are."""
-    headers = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": request.scope["request_id"]}
+def forwarded_headers(request: Request) -> Mapping[bytes, bytes]:
+    """The client's credentials, whatever bytes they are, and the request's id; no compression, so that bytes pass as they are."""
+    headers = {
+        b"content-type": b"application/json",
+        b"accept-encoding": b"identity",
+        b"x-request-id": request.scope["request_id"].encode(),
+    }
     if "authorization" in request.headers:
-        headers["authorization"] = request.headers["authorization"]
+        headers[b"authorization"] = request.headers["authorization"].encode("latin-1")
     return headers
 
 

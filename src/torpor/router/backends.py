@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from torpor.router.config import Policy, RouterConfig
 
 Clock = Callable[[], float]
+MAX_DOUBLINGS = 32  # more than any max_backoff_s needs; a float ends at 1023
 
 
 class BackendState(enum.Enum):
@@ -45,6 +47,8 @@ class Backend:
         self._retry_at = 0.0
         self._failures_in_a_row = 0
         self._in_flight = self._requests = self._failures = 0
+        self._silent_since: float | None = None
+        self._lost: asyncio.Future[None] | None = None
 
     @property
     def state(self) -> BackendState:
@@ -59,30 +63,52 @@ class Backend:
         """It failed, and its backoff has not passed: asked only when nobody else is left."""
         return self._clock() < self._retry_at
 
+    @property
+    def lost(self) -> asyncio.Future[None]:
+        """Done once its probes have failed for ``silence_timeout_s``: whoever waits for it waits in vain. A new one when it is
+        back."""
+        if self._lost is None:
+            self._lost = asyncio.get_running_loop().create_future()
+        return self._lost
+
     def saw_ready(self) -> None:
         """A probe said so. The backoff of a failed request still runs: a probe is easier to answer than a request."""
+        self._heard()
         self._move(BackendState.READY, "")
 
     def saw_answer(self) -> None:
         """A request was served."""
+        self._heard()
         self._failures_in_a_row = 0
         self._retry_at = 0.0
         self._move(BackendState.READY, "")
 
     def saw_not_ready(self, detail: str) -> None:
+        self._heard()
         self._move(BackendState.NOT_READY, detail)
 
     def saw_silence(self, detail: str) -> None:
         """A probe failed."""
+        now = self._clock()
+        if self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= self._config.silence_timeout_s and not self.lost.done():
+            self.lost.set_result(None)
         self._move(BackendState.DOWN, detail)
 
     def saw_failure(self, detail: str) -> None:
         """A request failed: connection, timeout, or a 5xx that is not about sleeping."""
         self._failures += 1
         self._failures_in_a_row += 1
-        pause = min(self._config.max_backoff_s, self._config.backoff_s * 2 ** (self._failures_in_a_row - 1))
+        doublings = min(self._failures_in_a_row - 1, MAX_DOUBLINGS)
+        pause = min(self._config.max_backoff_s, self._config.backoff_s * 2**doublings)
         self._retry_at = self._clock() + pause
         self._move(BackendState.DOWN, detail)
+
+    def _heard(self) -> None:
+        self._silent_since = None
+        if self._lost is not None and self._lost.done():
+            self._lost = None
 
     def _move(self, state: BackendState, detail: str) -> None:
         self._state, self._detail = state, detail

@@ -60,7 +60,7 @@ def hand_off_of(answer: bytes) -> dict[str, Any] | None:
     """The prefill's ``kv_transfer_params``; None when the answer has none."""
     try:
         found = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     params = found.get("kv_transfer_params") if isinstance(found, dict) else None
     return params if isinstance(params, dict) and params else None

@@ -25,6 +25,7 @@ class RouterConfig:
     read_timeout_s: float = 120.0  # between two pieces of a stream
     health_interval_s: float = 0.5
     health_timeout_s: float = 2.0
+    silence_timeout_s: float = 10.0  # requests to an engine whose probes fail for so long are given up
     backoff_s: float = 1.0  # how long an engine that failed is left alone; doubles with every failure in a row
     max_backoff_s: float = 30.0
     max_body_bytes: int = 32 << 20

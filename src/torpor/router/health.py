@@ -34,6 +34,8 @@ async def probe(client: httpx.AsyncClient, backend: Backend, timeout_s: float) -
         return
     if answer.status_code == 200:
         backend.saw_ready()
+    elif state_word(answer) == "engine_unresponsive":
+        backend.saw_silence("its core does not answer")
     else:
         backend.saw_not_ready(state_word(answer))
 
@@ -51,7 +53,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     error = found.get("error") if isinstance(found, dict) else None
     return error if isinstance(error, dict) else {}

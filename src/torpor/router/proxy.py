@@ -38,7 +38,7 @@ class Proxy:
         self._config = config
         self._metrics = metrics
 
-    async def handle(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Response:
+    async def handle(self, path: str, body: dict[str, Any], headers: Mapping[bytes, bytes]) -> Response:
         """The client's answer. CapacityError when no decode engine could be reached at all."""
         prefilled = await self._run_prefill(path, body, headers)
         self._metrics.path(prefilled.path)
@@ -46,7 +46,7 @@ class Proxy:
             return prefilled.final.response()
         return await self._run_decode(path, body, headers, prefilled.params)
 
-    async def _run_prefill(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Prefilled:
+    async def _run_prefill(self, path: str, body: dict[str, Any], headers: Mapping[bytes, bytes]) -> Prefilled:
         if not self._prefill.backends:
             return Prefilled("no_prefill_engine")
         reason = why_not_split(body)
@@ -75,7 +75,7 @@ class Proxy:
         return Prefilled("split", params) if params is not None else Prefilled("no_hand_off")
 
     async def _run_decode(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str], params: dict[str, Any] | None
+        self, path: str, body: dict[str, Any], headers: Mapping[bytes, bytes], params: dict[str, Any] | None
     ) -> Response:
         last: Whole | None = None
         failures: list[str] = []
@@ -97,7 +97,7 @@ class Proxy:
         raise CapacityError(f"no decode engine answered: {'; '.join(failures)}", retry_after_s=self._config.backoff_s)
 
     async def _decode_at(
-        self, backend: Backend, path: str, body: dict[str, Any], headers: Mapping[str, str], params: dict[str, Any] | None
+        self, backend: Backend, path: str, body: dict[str, Any], headers: Mapping[bytes, bytes], params: dict[str, Any] | None
     ) -> Whole | Stream:
         answer = await self._send(backend, Call(path, decode_body(body, params), headers), bool(body.get("stream")))
         if params is None or isinstance(answer, Stream) or not answer.refused_hand_off:

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from starlette.responses import Response
@@ -16,9 +16,16 @@ from torpor.errors import PeerError
 from torpor.router.backends import Backend
 from torpor.router.health import error_of, state_word
 from torpor.web.errors import to_http
-from torpor.web.streams import ByteStream
+from torpor.web.streams import ByteStream, stop
 
 T = TypeVar("T")
+
+
+class EngineSilent(Exception):
+    """Its probes have failed for ``silence_timeout_s``."""
+
+
+FAILURES = (httpx.HTTPError, asyncio.TimeoutError, EngineSilent)
 
 PASSED_ON = ("content-type", "retry-after", "www-authenticate", "cache-control", "x-accel-buffering")
 RETRYABLE = (429, 502, 503, 504)  # not 500: what broke one engine may be the request
@@ -30,7 +37,7 @@ class Call:
 
     path: str
     body: bytes
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +85,11 @@ class Stream:
                 if cut > 1:
                     yield pending[:cut]
                     pending = pending[cut:]
-                pending += await within(read_timeout_s, anext(self._rest))
+                pending += await within(read_timeout_s, anext(self._rest), self._backend)
         except StopAsyncIteration:
             if pending:
                 yield pending
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+        except FAILURES as error:
             self._backend.saw_failure(words(error))
             lost = PeerError(f"the engine {self._backend.url} broke off: {words(error)}", peer=self._backend.url)
             yield b"data: " + json.dumps(to_http(lost).body).encode() + b"\n\ndata: [DONE]\n\n"
@@ -92,8 +99,9 @@ async def ask(client: httpx.AsyncClient, backend: Backend, call: Call, timeout_s
     """The whole answer within ``timeout_s``. PeerError when there is none."""
     with backend.busy():
         try:
-            answer = await within(timeout_s, client.post(backend.url + call.path, content=call.body, headers=dict(call.headers)))
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+            posted = client.post(backend.url + call.path, content=call.body, headers=dict(call.headers))
+            answer = await within(timeout_s, posted, backend)
+        except FAILURES as error:
             raise _failed(backend, error) from error
     return _seen(backend, answer)
 
@@ -103,8 +111,8 @@ async def open_stream(client: httpx.AsyncClient, backend: Backend, call: Call, t
     with ExitStack() as held:
         held.enter_context(backend.busy())
         try:
-            opened = await within(timeout_s, _open(client, backend, call))
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+            opened = await within(timeout_s, _open(client, backend, call), backend)
+        except FAILURES as error:
             raise _failed(backend, error) from error
         if opened is None:
             raise _failed(backend, httpx.RemoteProtocolError("the stream ended before it began"))
@@ -153,6 +161,8 @@ def _failed(backend: Backend, error: Exception) -> PeerError:
 def words(error: Exception) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return "timed out"
+    if isinstance(error, EngineSilent):
+        return "it has been silent for too long (silence_timeout_s)"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -160,6 +170,16 @@ def passed_headers(answer: httpx.Response) -> dict[str, str]:
     return {k: answer.headers[k] for k in PASSED_ON if k in answer.headers}
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """asyncio.TimeoutError after ``seconds``; the work is cancelled and has cleaned up by then."""
-    return await asyncio.wait_for(work, seconds)
+async def within(seconds: float, work: Awaitable[T], backend: Backend) -> T:
+    """asyncio.TimeoutError after ``seconds``, EngineSilent when the engine is lost meanwhile; the work is cancelled and has
+    cleaned up by then."""
+    doing, lost = asyncio.ensure_future(work), backend.lost
+    both: set[asyncio.Future[Any]] = {doing, lost}
+    try:
+        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise EngineSilent if lost.done() else asyncio.TimeoutError
+    finally:
+        if not doing.done():
+            await stop(doing)

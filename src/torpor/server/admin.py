@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from torpor.engine.base import EngineState, SleepMode, SleepRequest
 from torpor.errors import RequestError
@@ -14,6 +14,7 @@ from torpor.server.auth import admin_door
 from torpor.server.context import ServerContext
 from torpor.server.documents import errors
 from torpor.server.replies import Sleeping
+from torpor.server.wire import check_few
 
 Level = Literal[0, 1, 2]
 NOT_AWAKE = (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
@@ -44,7 +45,7 @@ class SleepBody(BaseModel):
     level: Level | None = None
     mode: SleepMode | None = None
     deadline_s: float | None = Field(None, gt=0, le=86400)
-    policies: dict[str, Policy] | None = Field(None, min_length=1)
+    policies: Annotated[dict[str, Policy], BeforeValidator(check_few)] | None = Field(None, min_length=1)
 
 
 class WakeQuery(QueryModel):
@@ -60,15 +61,16 @@ class PauseQuery(QueryModel):
 def admin_routes(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["admin"], dependencies=[Depends(admin_door(context.config))])
     failures = errors(400, 401, 403, 409, 413, 500, 503, 507)
+    alive = [Depends(context.require_responsive)]
 
-    @routes.post("/sleep", responses=failures)
+    @routes.post("/sleep", dependencies=alive, responses=failures)
     async def sleep(query: Annotated[SleepQuery, Query()], body: SleepBody | None = None) -> dict[str, Any]:
         """Gives device memory back. Answers when done, with the report: per tag, bytes unmapped, given back, and held by whom."""
         request = sleep_request(query, body)
         with context.metrics.operation("sleep"):
             return await context.client.sleep(request)
 
-    @routes.post("/wake_up", responses=failures)
+    @routes.post("/wake_up", dependencies=alive, responses=failures)
     async def wake_up(query: Annotated[WakeQuery, Query()]) -> dict[str, Any]:
         """Maps memory again and restores it. With ``tags``, only those: the engine serves once every tag is back."""
         tags = split_tags(query.tags)
@@ -80,19 +82,19 @@ def admin_routes(context: ServerContext) -> APIRouter:
         state = context.state
         return Sleeping(is_sleeping=state in NOT_AWAKE, state=state.value)
 
-    @routes.post("/release_kv_cache_memory", responses=failures)
+    @routes.post("/release_kv_cache_memory", dependencies=alive, responses=failures)
     async def release_kv_cache_memory(query: Annotated[NoQuery, Query()]) -> dict[str, Any]:
         """Drops the KV cache and gives its memory back; weights stay."""
         with context.metrics.operation("release_kv_cache_memory"):
             return await context.client.release_kv_cache_memory()
 
-    @routes.post("/pause", responses=failures)
+    @routes.post("/pause", dependencies=alive, responses=failures)
     async def pause(query: Annotated[PauseQuery, Query()]) -> dict[str, Any]:
         """Stops serving without giving memory back."""
         with context.metrics.operation("pause"):
             return await context.client.pause(query.mode)
 
-    @routes.post("/resume", responses=failures)
+    @routes.post("/resume", dependencies=alive, responses=failures)
     async def resume(query: Annotated[NoQuery, Query()]) -> dict[str, Any]:
         with context.metrics.operation("resume"):
             return await context.client.resume()

@@ -12,5 +12,6 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     drain_s: float = 30.0  # how long a shutdown waits for running requests before it aborts them
     stats_timeout_s: float = 2.0  # an engine busy with a sleep answers stats with the last ones known
-    health_timeout_s: float = 5.0
+    health_timeout_s: float = 5.0  # a core that neither answers nor computes for so long is unresponsive: not ready, no requests
+    hang_timeout_s: float = 60.0  # for so long, and it counts as dead: open requests end with an error, the server exits
     access_log: bool = False

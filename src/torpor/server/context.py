@@ -41,6 +41,17 @@ class ServerContext:
             raise ApiError(404, message, code="model_not_found", param="model")
         return served
 
+    async def require_responsive(self) -> None:
+        """``check_responsive`` for routes: a coroutine, so that it runs on the event loop."""
+        self.check_responsive()
+
+    def check_responsive(self) -> None:
+        """503 for a core that hangs: a request would wait for it in vain."""
+        silent_s = self.client.silent_s()
+        if silent_s > self.config.health_timeout_s:
+            message = f"the engine has not answered for {silent_s:.0f} s (its process is stopped, or hangs)"
+            raise ApiError(503, message, code="engine_unresponsive", headers={"Retry-After": "1"})
+
     def new_id(self, prefix: str) -> str:
         return f"{prefix}-{secrets.token_hex(12)}"
 

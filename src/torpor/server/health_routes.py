@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
@@ -14,10 +12,8 @@ from torpor.errors import TorporError
 from torpor.server.context import ServerContext
 from torpor.server.documents import errors
 from torpor.server.replies import Status, Version
-from torpor.web.errors import UNAVAILABLE, error_body, retry_after
+from torpor.web.errors import UNAVAILABLE, ApiError, error_body, retry_after
 from torpor.web.errors import to_http as http_error
-
-BUSY_STATES = (EngineState.SLEEPING, EngineState.WAKING, EngineState.DRAINING)
 
 
 def health_routes(context: ServerContext) -> APIRouter:
@@ -48,12 +44,10 @@ def health_routes(context: ServerContext) -> APIRouter:
 
 async def _health(context: ServerContext) -> Response:
     try:
-        await asyncio.wait_for(context.client.check_health(), context.config.health_timeout_s)
-    except asyncio.TimeoutError:
-        if context.state not in BUSY_STATES:
-            message = f"the engine did not answer within {context.config.health_timeout_s:g} s"
-            return JSONResponse(error_body(message, UNAVAILABLE, "engine_unresponsive"), 503)
-    except TorporError as error:
+        context.check_responsive()
+        if context.state is EngineState.DEAD:
+            await context.client.check_health()  # says why
+    except (ApiError, TorporError) as error:
         found = http_error(error)
         return JSONResponse(found.body, 503, headers=found.headers)
     return JSONResponse({"status": "ok", "state": context.state.value})
@@ -61,6 +55,11 @@ async def _health(context: ServerContext) -> Response:
 
 def _ready(context: ServerContext) -> Response:
     state = context.state
+    try:
+        context.check_responsive()
+    except ApiError as error:
+        found = http_error(error)
+        return JSONResponse(found.body, found.status, headers=found.headers)
     if state is EngineState.AWAKE:
         return JSONResponse({"status": "ready", "state": state.value})
     body = error_body(f"the engine is {state.value}", UNAVAILABLE, state.value, details={"state": state.value})

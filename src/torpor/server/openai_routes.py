@@ -20,7 +20,7 @@ from torpor.server.sse import as_events
 from torpor.server.wire import ChatBody, CompletionBody
 from torpor.web.streams import event_stream, first_of, until_disconnect
 
-SSE_DOC: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+SSE_DOC: dict[str, Any] = {"text/event-stream": {}}  # a schema would be taken for that of one event, or of the whole stream
 
 
 class Answer(Protocol):
@@ -32,6 +32,7 @@ class Answer(Protocol):
 def openai_routes(context: ServerContext) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["openai"], dependencies=[Depends(api_door(context.config))])
     failures = errors(400, 401, 404, 409, 413, 500, 503)
+    alive = [Depends(context.require_responsive)]
 
     @routes.get("/models", response_model=ModelList, responses=errors(401))
     async def models() -> ModelList:
@@ -43,13 +44,13 @@ def openai_routes(context: ServerContext) -> APIRouter:
         context.check_model(model)
         return _model(context)
 
-    @routes.post("/completions", response_model=Completion, responses={**failures, 200: {"content": SSE_DOC}})
+    @routes.post("/completions", dependencies=alive, response_model=Completion, responses={**failures, 200: {"content": SSE_DOC}})
     async def completions(request: Request, body: CompletionBody) -> Response:
         """OpenAI's completions, with vLLM's sampling extras and ``kv_transfer_params``."""
         answer = await asyncio.to_thread(CompletionAnswer, context, body)
         return await respond(request, answer, bool(body.stream))
 
-    @routes.post("/chat/completions", response_model=Chat, responses={**failures, 200: {"content": SSE_DOC}})
+    @routes.post("/chat/completions", dependencies=alive, response_model=Chat, responses={**failures, 200: {"content": SSE_DOC}})
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """OpenAI's chat completions, with vLLM's sampling extras and ``kv_transfer_params``."""
         answer = await asyncio.to_thread(ChatAnswer, context, body)

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from torpor.engine.base import EngineState
 from torpor.engine.frontend import Frontend
 from torpor.errors import EngineDeadError
-from torpor.server.app import create_app
 from torpor.server.config import ServerConfig
 from torpor.web.serve import HttpServer, bind, on_signals, serve_until, url_of
 from torpor.web.streams import stop
@@ -51,11 +50,13 @@ async def _run(
         if frontend is None:
             return
         try:
+            from torpor.server.app import create_app  # the web framework: not in the way of a core that loads
+
             url = url_of(sock)
             app = create_app(frontend, config)
             server = HttpServer(app, config.drain_s, access_log=config.access_log, on_started=lambda: started(frontend, url))
             if not stopping.is_set():
-                await serve_until(server, sock, watch_engine(frontend))
+                await serve_until(server, sock, watch_engine(frontend, config.hang_timeout_s))
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(frontend.client.shutdown(), SHUTDOWN_S)
@@ -77,9 +78,13 @@ async def _awaited(start: Callable[[], Awaitable[Frontend]]) -> Frontend:
     return await start()
 
 
-async def watch_engine(frontend: Frontend) -> None:
-    """Ends only by raising EngineDeadError."""
+async def watch_engine(frontend: Frontend, hang_timeout_s: float) -> None:
+    """Ends only by raising EngineDeadError: the core is gone, or hangs for so long."""
     while frontend.client.state is not EngineState.DEAD:
+        silent_s = frontend.client.silent_s()
+        if silent_s > hang_timeout_s:
+            await frontend.client.shutdown()  # ends what is open with an error
+            raise EngineDeadError(f"the engine core has neither answered nor computed for {silent_s:.0f} s: it hangs")
         await asyncio.sleep(WATCH_INTERVAL_S)
     await frontend.client.check_health()
     raise EngineDeadError("the engine core is gone")

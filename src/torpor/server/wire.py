@@ -8,12 +8,53 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from torpor.engine.sampling_checks import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TEMPERATURE, REPETITION_PENALTIES
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Field(min_length=1)]
 MAX_PROMPTS = 1024
+MAX_PROMPT_TOKENS = 1 << 21
+MAX_MESSAGES = 1 << 14
 MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_FIELDS = 128
+MAX_INTEGER = 2**63 - 1  # what fits on the wire to the engine
+
+# Without fail_fast a list of a million wrong items is a million errors: minutes, and gigabytes.
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Prompt = Annotated[str, Field(min_length=1)]
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+TokenPrompts = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+def check_few(data: Any) -> Any:
+    """Each unknown or wrong field of an object is an error of its own."""
+    if isinstance(data, dict) and len(data) > MAX_FIELDS:
+        raise PydanticCustomError(
+            "too_many_fields",
+            "an object may have {most} fields at most, this one has {found}",
+            {"most": MAX_FIELDS, "found": len(data)},
+        )
+    return data
+
+
+def check_prompt(data: Any) -> Any:
+    """Here, so that the refusal speaks of the size and not of the first of four types that did not fit."""
+    if isinstance(data, list):
+        what, most = ("tokens", MAX_PROMPT_TOKENS) if data and isinstance(data[0], int) else ("prompts", MAX_PROMPTS)
+        if not 0 < len(data) <= most:
+            raise PydanticCustomError(
+                "prompt_size",
+                "a list of 1 to {most} {what} is needed, this one has {found}",
+                {"most": most, "what": what, "found": len(data)},
+            )
+    return data
+
+
+Extras = Annotated[dict[str, Any], BeforeValidator(check_few)]
 
 UNSUPPORTED: dict[str, str] = {
     "tools": "tool calling",
@@ -55,6 +96,7 @@ def drop_neutral(data: Any) -> Any:
     """Without the unsupported fields that ask for nothing."""
     if not isinstance(data, dict):
         return data
+    check_few(data)
     return {k: v for k, v in data.items() if not (k in UNSUPPORTED and _is_neutral(k, v))}
 
 
@@ -84,30 +126,30 @@ class GenerationBody(StrictModel):
     """What both routes share. A null is the default."""
 
     model: str | None = Field(None, description="the served model; null for it as well")
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=64)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     # vLLM's extras
-    top_k: int | None = Field(None, ge=-1, description="0 and -1: off")
+    top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER, description="0 and -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[TokenId] | None = None
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INTEGER)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(None, description="adds token_ids to every choice, and prompt_token_ids")
-    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer_params: Annotated[KVTransferParams, BeforeValidator(check_few)] | None = None
     # accepted, no effect
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Extras | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -134,14 +176,9 @@ class GenerationBody(StrictModel):
 
 
 class CompletionBody(GenerationBody):
-    prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[Prompt | Prompts | Tokens | TokenPrompts, BeforeValidator(check_prompt)]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -157,7 +194,7 @@ class TextPart(StrictModel):
 
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     name: str | None = Field(None, description="accepted, no effect")
 
     @model_validator(mode="before")
@@ -175,8 +212,8 @@ class Message(StrictModel):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the model's chat template")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: Extras | None = Field(None, description="variables of the model's chat template")

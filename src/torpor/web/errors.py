@@ -15,6 +15,7 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 UNAVAILABLE = "service_unavailable_error"
 DEFAULT_RETRY_AFTER_S = 1.0
+MAX_TEXT = 2000  # characters of a message, and of a text among the details
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,13 @@ TABLE: dict[type[errors.TorporError], ErrorStatus] = {
 }
 
 TYPE_OF_STATUS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-CODE_OF_STATUS = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+CODE_OF_STATUS = {
+    400: "invalid_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "body_too_large",
+}
 
 
 class ApiError(Exception):
@@ -78,10 +85,15 @@ class HttpError:
 def error_body(
     message: str, kind: str, code: str | None, param: str | None = None, details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    body: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    body: dict[str, Any] = {"message": clipped(message), "type": kind, "param": param and clipped(param), "code": code}
     if details:
         body["details"] = details
     return {"error": body}
+
+
+def clipped(text: str) -> str:
+    """A name of a million characters that is wrong need not be sent back whole."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 def status_of(error: errors.TorporError) -> ErrorStatus:
@@ -123,9 +135,9 @@ def _param(error: errors.TorporError) -> str | None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, (str, int, float, bool, type(None))):
+        return clipped(str(value))
+    if isinstance(value, (int, float, bool, type(None))):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(v) for v in value]
-    return str(value)
+    return clipped(str(value))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
+import time
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torpor.web.errors import plain_status_error
 
+BODY_TIMEOUT_S = 120.0
 SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class BodyLimit:
-    """413 for a body over ``max_bytes``: from its Content-Length before a byte is read, or while it arrives in chunks."""
+    """413 for a body over ``max_bytes``: from its Content-Length before a byte is read, or while it arrives in chunks. 408 for
+    one that has not arrived after ``timeout_s``."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,11 +37,18 @@ class BodyLimit:
         await self._app(scope, self._counted(receive), send)
 
     def _counted(self, receive: Receive) -> Receive:
-        seen = 0
+        seen, arriving = 0, True
+        deadline = time.monotonic() + self._timeout_s
 
         async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, arriving
+            if not arriving:  # then it is the client's leaving that is waited for
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+            arriving = bool(message.get("more_body"))
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
                 raise HTTPException(413, self._message)

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from torpor.errors import ConfigurationError
+from torpor.web.connections import ConnectionLimits, Lobby
 
 log = logging.getLogger("torpor.http")
 BACKLOG = 2048
@@ -54,13 +55,22 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: ``stop()`` is called by whoever owns the signals."""
 
     def __init__(
-        self, app: ASGIApp, drain_s: float, *, access_log: bool = False, on_started: Callable[[], None] | None = None
+        self,
+        app: ASGIApp,
+        drain_s: float,
+        *,
+        access_log: bool = False,
+        on_started: Callable[[], None] | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._on_started = on_started
+        lobby = Lobby(limits or ConnectionLimits())
         super().__init__(
             uvicorn.Config(
                 app,
                 lifespan="on",
+                http=lobby.protocol,  # type: ignore[arg-type]  # a class is expected, anything that makes a protocol works
+                ws="none",
                 log_config=None,
                 access_log=access_log,
                 proxy_headers=False,  # the admin door looks at the peer's own address
