@@ -135,7 +135,7 @@ def written_since(world: World) -> None:
 
 @COUNTS
 def test_m12_first_sleep(count: int) -> None:
-    assert set(run(nothing, asleep, RESIDENT_OPS, count)) == OF_A_SLEEP
+    assert set(run(nothing, asleep, RESIDENT_OPS, count)) == OF_A_SLEEP - {"HASH"}  # there is no image to compare with
 
 
 @COUNTS

@@ -20,7 +20,7 @@ from engine_models import save_model, tiny_engine, tiny_settings
 from engine_runs import outputs_of, request, running, tokens_of
 
 from torpor.engine.base import EngineState, SleepRequest
-from torpor.engine.client import AsyncEngineClient
+from torpor.engine.client import HUNG_S, AsyncEngineClient
 from torpor.errors import ConfigurationError, EngineDeadError, ModelError, RequestError
 from torpor.request import FinishReason
 
@@ -156,6 +156,7 @@ async def main():
     source, settings = json.loads(sys.stdin.readline())
     client = await AsyncEngineClient.start(config_from_settings(source, **settings))
     print(client.pid, flush=True)
+    print(client._process._folder, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -170,10 +171,31 @@ async def test_the_core_ends_with_its_client(folder: Path) -> None:
         parent.stdin.write(json.dumps([str(folder), tiny_settings()]).encode() + b"\n")
         parent.stdin.flush()
         core = int(await asyncio.to_thread(parent.stdout.readline))
+        folder_of_sockets = Path((await asyncio.to_thread(parent.stdout.readline)).decode().strip())
         assert psutil.pid_exists(core)
+        assert folder_of_sockets.is_dir()
         parent.kill()
         parent.wait()
         assert await gone(core)
+        assert not folder_of_sockets.exists()
+
+
+async def test_a_core_that_is_stopped_is_silent_and_ended_by_the_shutdown(folder: Path) -> None:
+    client = await AsyncEngineClient.start(tiny_engine(folder), timeout_s=engine_runs.START_S)
+    await client.check_health()
+    stream = client.generate(request("a", max_tokens=150))
+    await anext(stream)
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(client.check_health(), 0.5)
+    while client.silent_s() < HUNG_S + 0.5:
+        await asyncio.sleep(0.2)
+    started = time.monotonic()
+    await client.shutdown()
+    assert time.monotonic() - started < 5
+    assert await gone(client.pid)
+    with pytest.raises(EngineDeadError, match="did not answer"):
+        [output async for output in stream]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -198,3 +200,11 @@ def test_a_p_that_does_not_exist_is_recomputed(pair: Pair, reference: list[str])
     pair.wake(pair.decode)
     nowhere = {**params, "remote_engine_id": "nobody", "remote_port": 1}
     assert pair.decode_with(QUESTIONS[5], nowhere) == reference[5]
+
+
+def test_the_example_for_servers_runs(pair: Pair) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "openai_and_sleep.py"
+    command = [sys.executable, str(example), pair.router.url, "--engine", pair.prefill.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout

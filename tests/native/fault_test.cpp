@@ -150,9 +150,20 @@ class Scenario {
       CHECK_EQ(status, stats.mapped ? TP_OK : TP_STATE);
       if (stats.mapped && !held.content.empty()) CHECK(seen == held.content);
       if (!stats.mapped) held.content.clear();
+      if (check::driver() == "host") check_kernel(stats);
     }
     const uint64_t extra = device.stats().mapped_bytes - mapped;
     CHECK(extra == 0 || extra == 2 * device.granule);
+  }
+
+  // The kernel says the same: a region that sleeps has nothing mapped but what the driver refused to take away.
+  static void check_kernel(const tp_region_stats &stats) {
+    const uint64_t there = fixture::file_bytes(stats.address, stats.bytes);
+    if (stats.mapped) {
+      CHECK_EQ(there, stats.bytes);
+    } else {
+      CHECK(there <= stats.condemned_bytes);
+    }
   }
 
   uint64_t faults_;

@@ -3,7 +3,11 @@
 
 #include <dirent.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "check.h"
@@ -17,6 +21,19 @@ inline int open_descriptors() {
   while (readdir(folder) != nullptr) ++count;
   closedir(folder);
   return count;
+}
+
+// How much of a range the kernel maps files in. Only the host driver's memory is files.
+inline uint64_t file_bytes(uint64_t address, uint64_t bytes) {
+  std::ifstream maps("/proc/self/maps");
+  uint64_t total = 0;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long long start = 0, end = 0, inode = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx %*s %*s %*s %llu", &start, &end, &inode) != 3 || inode == 0) continue;
+    const uint64_t from = std::max<uint64_t>(start, address), to = std::min<uint64_t>(end, address + bytes);
+    if (from < to) total += to - from;
+  }
+  return total;
 }
 
 using Bytes = std::vector<unsigned char>;

@@ -126,3 +126,30 @@ TEST(hash_is_the_same_on_device_and_host) {
   fixture::destroy(region);
   device.close();
 }
+
+TEST(hash_of_a_copy_is_that_of_the_bytes_at_every_length_and_alignment) {
+  alignas(64) static unsigned char target[5000];
+  for (const uint64_t offset : {0, 1, 8, 63}) {
+    for (uint64_t n = 0; n < 4800; n += n < 200 ? 1 : 331) {
+      const Bytes data = pattern(n, n + offset);
+      std::memset(target, 0xA5, sizeof target);
+      CHECK_EQ(copy_and_hash(target + offset, data.data(), n), by_definition(data));
+      CHECK(std::memcmp(target + offset, data.data(), n) == 0);
+      CHECK_EQ(int{target[offset + n]}, 0xA5);
+    }
+  }
+}
+
+TEST(hash_copy_kernels_agree) {
+  const Bytes data = pattern(8 * 1040 + 1, 7);
+  alignas(64) static unsigned char target[8 * 1040];
+  for (const auto kernel : {hash_detail::copy_avx2(), hash_detail::copy_avx512(), &hash_detail::copy_portable}) {
+    if (kernel == nullptr) continue;
+    for (uint64_t words = 0; words <= 1040; words += 8) {
+      const unsigned char *unaligned = data.data() + 1;
+      std::memset(target, 0, sizeof target);
+      CHECK_EQ(kernel(target, unaligned, words), hash_detail::sum_portable(unaligned, words, 0));
+      CHECK(std::memcmp(target, unaligned, 8 * words) == 0);
+    }
+  }
+}

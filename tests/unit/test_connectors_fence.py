@@ -28,9 +28,15 @@ class Clock:
         return self.now
 
 
-def hand_off(lease: int, request_id: str = "r", lease_s: float = 30.0) -> HandOff:
+def hand_off(lease: int, request_id: str = "r", lease_s: float = 30.0, epoch: Epoch = EPOCH) -> HandOff:
     return HandOff(
-        request_id=request_id, block_ids=[BlockId(3), BlockId(1)], num_tokens=7, lease_s=lease_s, lease=lease, digest=b"d"
+        request_id=request_id,
+        block_ids=[BlockId(3), BlockId(1)],
+        num_tokens=7,
+        lease_s=lease_s,
+        epoch=str(epoch),
+        lease=lease,
+        digest=b"d",
     )
 
 

@@ -231,6 +231,21 @@ class TestUnixDoor:
         dial_unix(path, "P", 1.0).close()
         door.close()
 
+    def test_what_killed_engines_left_is_swept_but_nothing_young_or_living(self, path: Path) -> None:
+        make_private_folder(path.parent)
+        others = [path.with_name(f"{name}.sock") for name in ("stale", "young", "living")]
+        sockets = [socket.socket(socket.AF_UNIX) for _ in others]
+        for sock, other in zip(sockets, others, strict=True):
+            sock.bind(str(other))
+        sockets[2].listen()
+        for other in (others[0], others[2]):
+            os.utime(other, (0, 0))
+        sockets[0].close()
+        sockets[1].close()
+        UnixDoor(path).close()
+        assert [other.exists() for other in others] == [False, True, True]
+        sockets[2].close()
+
     def test_a_living_one_is_not(self, path: Path) -> None:
         door = UnixDoor(path)
         with pytest.raises(ConfigurationError) as caught:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_pairs import A, B, Pairs
+from connector_pairs import A, B, Pairs, held_read
 
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel
@@ -59,6 +59,18 @@ class TestForgedRequests:
         assert d.load("q", A, params | change, [4, 5, 6]) == "failed"
         assert p.step().sending == frozenset(), "the true hand-off is still there"
         assert d.load("q2", A, params, [4, 5, 6]) == "recving"
+
+    @pytest.mark.parametrize(("remote", "local"), [([1, 2, 8], [4, 5, 6]), ([1, 2, 3], [4, 5, 8])])
+    def test_a_block_outside_the_cache_is_refused_before_it_is_read(
+        self, pairs: Pairs, remote: list[int], local: list[int]
+    ) -> None:
+        """Behind the last block lies somebody else's memory; the check after the read would come too late."""
+        p, d = pairs.pair()
+        params = p.prefill("r", A, [1, 2, 3])
+        with held_read(d) as gate:
+            gate.open()
+            assert d.load("q", A, params | {"remote_block_ids": remote}, local) == "failed"
+        assert gate.calls == 0
 
     def test_the_kv_of_another_prompt_is_not_taken(self, pairs: Pairs) -> None:
         """Or it would sit in the prefix cache under the wrong tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -20,6 +21,7 @@ from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import AsleepError, ConfigurationError, DeviceError, EngineDeadError, RequestError, SleepAborted
 from torpor.models.config import ModelConfig
 from torpor.request import EngineOutput, FinishReason, GenerationRequest, SamplingParams
+from torpor.scheduler.output import RunnerOutput, SchedulerOutput
 from torpor.testing.engine import FakeWorker, fake_core
 from torpor.testing.tokenizers import byte_tokenizer
 
@@ -161,7 +163,16 @@ async def test_keep_goes_on_after_the_wake_with_the_same_text(client: InprocEngi
     assert seen + [t async for output in stream for t in output.new_token_ids] == whole
 
 
-async def test_errors_of_calls_keep_their_types(client: InprocEngineClient) -> None:
+class SlowWorker(FakeWorker):
+    """A request of it is still running when a busy machine comes round to the next call."""
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        time.sleep(0.01)
+        return super().execute(output)
+
+
+async def test_errors_of_calls_keep_their_types() -> None:
+    client = await start(SlowWorker())
     with pytest.raises(ConfigurationError, match="level is 9"):
         await client.sleep(SleepRequest(level=9))
     stream = client.generate(request("a", 100))
@@ -170,6 +181,7 @@ async def test_errors_of_calls_keep_their_types(client: InprocEngineClient) -> N
         await client.sleep(SleepRequest(level=1, deadline_s=0))
     assert caught.value.fields["waiting_for"] == "a"
     await stream.aclose()
+    await client.shutdown()
 
 
 async def test_the_core_answers_while_memory_moves() -> None:

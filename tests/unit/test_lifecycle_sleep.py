@@ -232,6 +232,7 @@ def test_a_deadline_aborts_the_sleep_by_name_and_everything_goes_on(engine: Driv
     engine.add("next", 4)
     engine.settle()
     assert engine.tokens["slow"] == reference(LONG)
+    assert engine.tokens["next"] == reference(4), "admission is open again"
 
 
 def test_the_default_deadline_is_the_configured_one() -> None:

@@ -185,17 +185,26 @@ def test_m10_garbage_that_dies_in_mid_sleep_is_taken_back_later(memory: Memory) 
     pool = memory.pool("weights")
     keep = pool.zeros(MIB, torch.uint8).fill_(3)
     doomed = [Cycle(pool.zeros(MIB, torch.uint8)) for _ in range(4)]
-    copy = memory.device.copy
 
-    def copy_while_tensors_die(*arguments: Any) -> None:
-        doomed.pop()
-        gc.collect()
-        copy(*arguments)
-        doomed.pop()
-        gc.collect()
+    def while_tensors_die(call: Any) -> Any:
+        once = iter([True])
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            dying = next(once, False)
+            if dying:
+                doomed.pop()
+                gc.collect()
+            result = call(*arguments, **named)
+            if dying:
+                doomed.pop()
+                gc.collect()
+            return result
+
+        return called
 
     memory.register_tag_hooks("weights", gc.collect, gc.collect)
-    memory.device.copy = copy_while_tensors_die  # type: ignore[method-assign]
+    memory.device.save_chunks = while_tensors_die(memory.device.save_chunks)  # type: ignore[method-assign]
+    memory.device.restore_chunks = while_tensors_die(memory.device.restore_chunks)  # type: ignore[method-assign]
     for transaction in (memory.sleep, memory.wake):
         transaction()
         memory.check_integrity()

@@ -192,14 +192,15 @@ def test_a_restore_that_brings_other_bytes_is_found_and_undone(
 ) -> None:
     a, kv = filled(memory, "a"), filled(memory, "kv", policy="discard")
     memory.sleep()
-    copy = device.copy
+    restore = device.restore_chunks
 
-    def corrupt(kind: Any, spans: Any, threads: int = 1) -> None:
-        copy(kind, spans, threads)
-        ctypes.memset(spans[0][0] + 100, 0xEE, 1)
+    def corrupt(address: int, image: int, nbytes: int, chunk_bytes: int, **arguments: Any) -> Any:
+        restore(address, image, nbytes, chunk_bytes, **arguments)
+        ctypes.memset(address + 100, 0xEE, 1)
+        return device.hash_chunks(address, nbytes, chunk_bytes)  # what is read there
 
     with monkeypatch.context() as patch:
-        patch.setattr(device, "copy", corrupt)
+        patch.setattr(device, "restore_chunks", corrupt)
         with pytest.raises(DeviceError, match="1 chunks of tag 'a' are not what was put to sleep"):
             memory.wake()
     assert residencies(memory) == {"a": Residency.ASLEEP, "kv": Residency.ASLEEP}
@@ -267,12 +268,14 @@ def test_m12_half_way_is_a_named_state_that_a_wake_leaves(memory: Memory, device
     ]
     with pytest.raises(StateError, match="partial"):
         memory.pool("a").empty(3)
+    assert calls == ["-b", "-a", "+b"], "what is whole comes back at once"
+    assert [t.hooks_away for t in memory.stats().tags] == [1, 0]
     memory.wake(["b"])
-    assert calls == ["-b", "-a", "+b"]
+    assert calls == ["-b", "-a", "+b", "+b"]
     report = memory.wake()
     assert report.tags[0].mapped_bytes == MIB
     assert all(is_filled(t) for t in tensors)
-    assert calls == ["-b", "-a", "+b", "+a", "+b"]
+    assert calls == ["-b", "-a", "+b", "+b", "+a", "+b"]
 
 
 def test_m12_half_way_is_left_by_the_same_sleep_with_what_was_written_meanwhile(memory: Memory, device: Device) -> None:

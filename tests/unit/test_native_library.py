@@ -34,6 +34,14 @@ def test_every_folder_of_the_package_is_searched(monkeypatch: pytest.MonkeyPatch
     assert native.find_library() == tmp_path / library.LIBRARY_NAME
 
 
+def test_the_library_built_in_the_tree_comes_before_an_installed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / library.LIBRARY_NAME).touch()
+    here = Path(library.__file__).parent
+    monkeypatch.setattr(native, "__path__", [str(tmp_path), str(here)])
+    built = (here / library.LIBRARY_NAME).is_file()
+    assert native.find_library() == (here if built else tmp_path) / library.LIBRARY_NAME
+
+
 def test_damaged_library_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / library.LIBRARY_NAME).write_bytes(b"not a library")
     monkeypatch.setattr(native, "__path__", [str(tmp_path)])
@@ -46,10 +54,11 @@ def test_damaged_library_is_a_configuration_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_abi_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     library.library.cache_clear()
     try:
-        with pytest.raises(ConfigurationError, match="ABI version 1, this package needs 99"):
+        with pytest.raises(ConfigurationError, match=f"ABI version {found}, this package needs 99"):
             library.library()
     finally:
         library.library.cache_clear()

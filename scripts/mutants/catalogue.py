@@ -1,0 +1,17 @@
+"""All mutants. What is added here needs a test that notices it."""
+
+from __future__ import annotations
+
+from mutants import connectors, engine, hand_offs, memory, memory_images, native, scheduling, server
+from mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *memory.MUTANTS,
+    *memory_images.MUTANTS,
+    *engine.MUTANTS,
+    *connectors.MUTANTS,
+    *hand_offs.MUTANTS,
+    *scheduling.MUTANTS,
+    *server.MUTANTS,
+    *native.MUTANTS,
+)

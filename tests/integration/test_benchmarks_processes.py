@@ -1,0 +1,43 @@
+"""The benchmarks that start servers run once, short, on a small model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine_runs  # finds the unit tests' models
+import pytest
+
+# isort: split
+from engine_models import save_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+BENCHMARKS = Path(engine_runs.__file__).parents[2] / "benchmarks"
+
+
+def run_quick(tmp_path: Path, name: str) -> dict[str, Any]:
+    model = save_model(tmp_path / "model")
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--model", str(model), "--out", str(tmp_path)]
+    done = subprocess.run(command, timeout=280, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads((tmp_path / f"{name}.json").read_text())["results"])
+
+
+def test_startup(tmp_path: Path) -> None:
+    results = run_quick(tmp_path, "startup")
+    [first_token] = results["to_first_token_s"]["warm"]["values"]
+    phases = results["phases_s"]["warm"]
+    assert {"processes and imports", "loading weights", "allocating the KV cache", "loading the tokenizer"} <= phases.keys()
+    assert sum(phases.values()) == pytest.approx(first_token, rel=0.01)
+    assert results["alone_s"]["torpor --help"]["median"] > 0
+
+
+def test_pd_first_token(tmp_path: Path) -> None:
+    """The script itself refuses to report when D did not pull every prompt."""
+    results = run_quick(tmp_path, "pd_first_token")
+    [length] = results["ipc"]["lengths"].values()
+    assert length["single"]["median"] > 0
+    assert length["pair"]["median"] > 0

@@ -1,0 +1,188 @@
+// tp_save and tp_restore: what is copied, what is passed over, and what the flags and hashes say, on every driver.
+#include "fixture.h"
+#include "hash.h"
+
+using namespace torpor;
+using fixture::Bytes;
+using fixture::pattern;
+
+namespace {
+
+constexpr uint64_t kChunk = 4096;
+
+// A region, an image for it in an arena, and one flag and hash per chunk. The last chunk is shorter.
+struct World {
+  fixture::Device device;
+  uint64_t bytes, count, address, image = 0;
+  tp_region *region;
+  tp_arena *arena = nullptr;
+  Bytes content;
+  std::vector<uint8_t> wanted, valid;
+  std::vector<uint64_t> known, source, copied;
+
+  explicit World(uint64_t chunks = 40) : bytes(chunks * kChunk - 96), count(chunks) {
+    region = device.region((bytes + device.granule - 1) / device.granule);
+    address = fixture::stats(region).address;
+    OK(tp_arena_create(device.handle, bytes, &arena, &image, &err));
+    OK(tp_arena_commit(arena, 0, bytes, 2, &err));
+    wanted.assign(count, 1), valid.assign(count, 0);
+    known.assign(count, 0), source.assign(count, 0), copied.assign(count, 0);
+    fill(3);
+  }
+  void fill(uint64_t seed) {
+    content = pattern(bytes, seed);
+    device.write(address, content);
+  }
+  void change(uint64_t chunk) {
+    content[chunk * kChunk + 5] ^= 0xFF;
+    device.write(address, content);
+  }
+  uint64_t hash_of(uint64_t chunk) const {
+    const uint64_t offset = chunk * kChunk;
+    return hash_chunk(content.data() + offset, std::min(kChunk, bytes - offset));
+  }
+  tp_status save(uint32_t threads = 2) {
+    return tp_save(device.handle, address, image, bytes, kChunk, wanted.data(), valid.data(), known.data(), source.data(),
+                   copied.data(), threads, nullptr);
+  }
+  // What the caller does with the answer.
+  void believe() {
+    for (uint64_t i = 0; i < count; ++i) {
+      if (wanted[i] == 0 || valid[i] != 0) continue;
+      CHECK_EQ(copied[i], source[i]);
+      known[i] = source[i], valid[i] = 1;
+    }
+  }
+  Bytes held() const {
+    const auto *at = reinterpret_cast<const unsigned char *>(image);
+    return {at, at + bytes};
+  }
+  uint64_t saved_now() {
+    CHECK_EQ(save(), TP_OK);
+    uint64_t copies = 0;
+    for (uint64_t i = 0; i < count; ++i) copies += valid[i] == 0 ? 1 : 0;
+    believe();
+    return copies;
+  }
+  void close() {
+    OK(tp_arena_destroy(arena, &err));
+    fixture::destroy(region);
+    device.close();
+  }
+};
+
+}  // namespace
+
+TEST(chunks_of_a_first_save_are_all_copied_and_proved) {
+  World world;
+  CHECK_EQ(world.saved_now(), world.count);
+  CHECK(world.held() == world.content);
+  for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(world.known[i], world.hash_of(i));
+  world.close();
+}
+
+TEST(chunks_that_did_not_change_are_not_copied) {
+  World world;
+  world.saved_now();
+  CHECK_EQ(world.saved_now(), 0u);
+  world.change(7);
+  world.change(world.count - 1);
+  CHECK_EQ(world.saved_now(), 2u);
+  CHECK(world.held() == world.content);
+  world.close();
+}
+
+// Many changes in a row are copied unasked; every chunk is right whatever was guessed, and the guessing ends.
+TEST(chunks_after_a_run_of_changes_are_right) {
+  World world(200);
+  world.saved_now();
+  for (uint64_t i = 0; i < 50; ++i) world.change(i);
+  CHECK(world.saved_now() >= 50);
+  CHECK(world.held() == world.content);
+  for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(world.known[i], world.hash_of(i));
+  CHECK_EQ(world.saved_now(), 0u);
+  world.fill(9);
+  CHECK_EQ(world.saved_now(), world.count);
+  CHECK(world.held() == world.content);
+  world.close();
+}
+
+TEST(chunks_that_are_not_wanted_are_left_alone) {
+  World world;
+  world.saved_now();
+  const Bytes before = world.held();
+  world.fill(4);
+  world.wanted.assign(world.count, 0);
+  world.wanted[3] = 1;
+  CHECK_EQ(world.save(), TP_OK);
+  CHECK_EQ(int{world.valid[3]}, 0);
+  CHECK_EQ(int{world.valid[4]}, 1);
+  const Bytes after = world.held();
+  CHECK(std::equal(after.begin(), after.begin() + 3 * kChunk, before.begin()));
+  CHECK(std::equal(after.begin() + 4 * kChunk, after.end(), before.begin() + 4 * kChunk));
+  CHECK(std::memcmp(after.data() + 3 * kChunk, world.content.data() + 3 * kChunk, kChunk) == 0);
+  world.close();
+}
+
+// A chunk that may be half overwritten is not valid, whichever call failed; what was not touched still is.
+TEST(chunks_of_a_failed_save_are_not_believed) {
+  for (const tp_op op : {TP_OP_COPY, TP_OP_HASH}) {
+    for (uint64_t nth = 1;; ++nth) {
+      World world(12);
+      world.saved_now();
+      for (uint64_t i = 2; i < 5; ++i) world.change(i);
+      const Bytes wanted = world.content;
+      world.device.arm(op, nth);
+      const tp_status status = world.save(1);
+      world.device.clear();
+      const Bytes held = world.held();
+      for (uint64_t i = 0; i < world.count; ++i) {
+        const uint64_t offset = i * kChunk;
+        const uint64_t size = std::min(kChunk, world.bytes - offset);
+        if (world.valid[i] != 0) CHECK_EQ(hash_chunk(held.data() + offset, size), world.known[i]);
+      }
+      CHECK(status == TP_OK || status == TP_DRIVER);
+      CHECK_EQ(world.save(1), TP_OK);
+      world.believe();
+      CHECK(world.held() == wanted);
+      world.close();
+      if (status == TP_OK) break;
+    }
+  }
+}
+
+TEST(chunks_come_back_with_the_hash_of_what_arrived) {
+  World world;
+  world.saved_now();
+  const Bytes wanted = world.content;
+  fixture::unmap({world.region});
+  std::vector<uint64_t> arrived(world.count, 0);
+  const auto restore = [&] {
+    return tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, world.wanted.data(), arrived.data(), 2,
+                      nullptr);
+  };
+  CHECK_EQ(restore(), TP_STATE);
+  fixture::map({world.region});
+  CHECK_EQ(restore(), TP_OK);
+  for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(arrived[i], world.hash_of(i));
+  CHECK(world.device.read(world.address, world.bytes) == wanted);
+  world.device.arm(TP_OP_COPY, 1);
+  CHECK_EQ(restore(), TP_DRIVER);
+  world.device.clear();
+  world.close();
+}
+
+TEST(chunks_where_there_is_no_memory_are_refused) {
+  World world;
+  OK(tp_arena_decommit(world.arena, 0, 8 * kChunk, &err));
+  CHECK_EQ(world.save(), TP_STATE);
+  fixture::unmap({world.region});
+  world.wanted.assign(world.count, 0);
+  CHECK_EQ(world.save(), TP_OK);  // nothing is touched
+  CHECK_STATUS(tp_save(world.device.handle, world.address, world.image, world.bytes, 12, world.wanted.data(), world.valid.data(),
+                       world.known.data(), world.source.data(), world.copied.data(), 1, &err),
+               TP_INVALID);
+  CHECK_STATUS(tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, nullptr, nullptr, 1, &err),
+               TP_INVALID);
+  world.close();
+}

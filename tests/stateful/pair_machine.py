@@ -1,0 +1,409 @@
+"""P1-P5 in any order: hand-offs read at once, late, twice, never, under old epochs and with forged parameters, while both ends
+sleep, wake, pause, release, abort and restart. Real pools, real connectors; an answer is always that of the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+from engine_machine import deadlines, modes, policies, prompts, samplings, some_tags
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pair_sides import HAND_OFF, LEASE_S, Asked, Side
+from step_counter import count_machine, count_step
+
+from torpor._native import Op
+from torpor.engine.base import EngineState, SleepRequest
+from torpor.engine.tickets import Ticket
+from torpor.errors import AsleepError, RequestError, SleepAborted, StateError
+from torpor.kvcache.prefix import HashChain
+from torpor.request import SamplingParams
+from torpor.testing.clock import FakeClock
+from torpor.testing.driver import Fault
+
+S = EngineState
+driver_faults = st.sampled_from([None] * 5) | st.tuples(
+    st.sampled_from([Op.CREATE, Op.MAP, Op.UNMAP, Op.EXPORT, Op.COPY]), st.integers(1, 3), st.sampled_from([1, 1000])
+)
+SLOW_COPY_S = 0.02
+ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+SOME = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+sides = st.sampled_from(["P", "D"])
+FORGERIES = ["epoch", "next epoch", "now", "lease", "blocks", "order", "request", "tokens", "engine", "prompt"]
+forgeries = st.sampled_from([None, None, None, *FORGERIES])
+
+
+@dataclass
+class HandedOff:
+    prompt: list[int]
+    params: dict[str, Any]
+    epoch: str
+    alive: bool | None = True  # None: nobody can say
+
+
+class PairMachine(RuleBasedStateMachine):
+    connector: ClassVar[str] = "ipc"
+
+    @initialize(p_blocks=st.integers(6, 14), d_blocks=st.integers(6, 14), budget=st.sampled_from([3, 8, 16]))
+    def start(self, p_blocks: int, d_blocks: int, budget: int) -> None:
+        count_machine()
+        self.folder = Path(tempfile.mkdtemp(prefix="torpor-pair-"))
+        # Nobody else can hold memory of ours; looking into every process of the machine takes half of the time.
+        self.only_us = mock.patch("torpor.memory.holders.processes", return_value=[os.getpid()])
+        self.only_us.start()
+        self.clock = FakeClock()
+        self.hand_offs: list[HandedOff] = []
+        self.names = itertools.count()
+        self.sides: dict[str, Side] = {}
+        self.sides["P"] = Side(self.connector, "producer", self.folder, self.clock, p_blocks, budget, self._handed_off)
+        self.sides["D"] = Side(self.connector, "consumer", self.folder, self.clock, d_blocks, budget, self._handed_off)
+
+    @property
+    def p(self) -> Side:
+        return self.sides["P"]
+
+    @property
+    def d(self) -> Side:
+        return self.sides["D"]
+
+    # ---- requests ------------------------------------------------------------------------------------------------------------
+
+    @rule(prompt=prompts, again=st.booleans(), waits=st.booleans())
+    def prefill(self, prompt: list[int], again: bool, waits: bool) -> None:
+        """``again``: under a name that was used before, as a client that retries does."""
+        count_step()
+        name = "again" if again and "again" not in self.p.open() else f"p{next(self.names)}"
+        try:
+            asked = self.p.add(name, prompt, ONE, dict(HAND_OFF))
+        except (AsleepError, RequestError) as error:
+            self._check_refusal(self.p, error, name)
+            return
+        if waits and self.p.awake:
+            self.p.until(lambda: asked.end is not None or not self.p.awake or self.p.waits_for_readers(), "a prefill")
+
+    def _handed_off(self, asked: Asked) -> None:
+        assert asked.end is not None
+        assert asked.end.kv_transfer_params is not None
+        params = asked.end.kv_transfer_params
+        self.hand_offs.append(HandedOff(list(asked.prompt), params, params["torpor"]["epoch"]))
+
+    @precondition(lambda self: self.hand_offs)
+    @rule(which=st.integers(0), forgery=forgeries, sampling=samplings)
+    def read(self, which: int, forgery: str | None, sampling: SamplingParams) -> None:
+        """Asks, and does not wait."""
+        count_step()
+        hand_off = self._hand_off(which)
+        prompt, params = self._forged(hand_off, forgery)
+        name = f"d{next(self.names)}"
+        try:
+            self.d.add(name, prompt, sampling, params)
+        except (AsleepError, RequestError) as error:
+            self._check_refusal(self.d, error, name)
+            return
+        hand_off.alive = None if hand_off.alive else False
+        self.d.step()
+
+    @precondition(lambda self: self.hand_offs and self.d.awake and not self.p.in_transaction)
+    @rule(which=st.integers(0), forgery=forgeries)
+    def read_now(self, which: int, forgery: str | None) -> None:
+        """Reads and waits, with nobody else there: then it is known what must come of it."""
+        count_step()
+        self.d.until(self.d.at_rest, "the end of everything else")
+        self.p.step(2)
+        hand_off = self._hand_off(which)
+        prompt, params = self._forged(hand_off, forgery)
+        remote = int(params["remote_num_tokens"])
+        sequence_hit = self._local_hit(prompt)
+        wanted = min(remote, len(prompt) - 1) > sequence_hit
+        must = None if hand_off.alive is None else hand_off.alive and params == hand_off.params and prompt == hand_off.prompt
+        before = self._loads()
+        try:
+            asked = self.d.add(f"d{next(self.names)}", prompt, SOME, params)
+        except RequestError:
+            assert forgery is not None
+            return
+        self.d.until(lambda: asked.end is not None, "an answer", others=self.p.step)
+        done, failed, received = (now - then for now, then in zip(self._loads(), before, strict=True))
+        assert done + failed == int(wanted), f"{forgery}: {done} loads done, {failed} failed, {wanted} wanted"
+        assert asked.end is not None
+        if wanted and must is not None:
+            assert done == int(must), f"{forgery}, {hand_off}: the load was {'done' if done else 'lost'}"
+        if failed:
+            assert received == 0, "a late read yields bytes (P4)"
+            assert asked.end.num_cached_tokens <= sequence_hit
+        if done:
+            assert asked.end.num_cached_tokens == min(remote, len(prompt) - 1)
+        if params == hand_off.params and prompt == hand_off.prompt and hand_off.alive:
+            self._wait_until_let_go(hand_off)
+
+    def _wait_until_let_go(self, hand_off: HandedOff) -> None:
+        """P hears that it was read (or that nobody needs it), and its blocks are free."""
+        hand_off.alive = False
+        leases = self.p.worker.connector._leases  # type: ignore[union-attr]
+        number = hand_off.params["torpor"]["lease"]
+        if self._told(hand_off):
+            self.p.until(lambda: number not in leases._leases, "the end of a lease that was read")
+
+    def _told(self, hand_off: HandedOff) -> bool:
+        """Only over a link of that epoch does D tell P."""
+        peers = self.d.core.stats().connector.peers  # type: ignore[union-attr]
+        if any(peer.epoch == hand_off.epoch for peer in peers):
+            return True
+        hand_off.alive = None
+        return False
+
+    @rule(prompt=prompts, sampling=samplings, who=sides)
+    def ask(self, prompt: list[int], sampling: SamplingParams, who: str) -> None:
+        """A request of its own, without a transfer."""
+        count_step()
+        side, name = self.sides[who], f"a{next(self.names)}"
+        try:
+            side.add(name, prompt, sampling, None)
+        except (AsleepError, RequestError) as error:
+            self._check_refusal(side, error, name)
+
+    @rule(data=st.data(), who=sides)
+    def abort(self, data: Any, who: str) -> None:
+        count_step()
+        names = self.sides[who].open()
+        if names:
+            self.sides[who].abort(data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)))
+
+    @rule(who=sides, count=st.integers(1, 8))
+    def steps(self, who: str, count: int) -> None:
+        count_step()
+        for _ in range(count):
+            self.sides[who].step()
+
+    @rule(slow=st.booleans())
+    def reads_are_slow(self, slow: bool) -> None:
+        count_step()
+        device = self.d.worker.device
+        device.__dict__.pop("copy_blocks", None)
+        if not slow:
+            return
+        plain = device.copy_blocks
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(SLOW_COPY_S)
+            return plain(*args)
+
+        device.copy_blocks = slowly  # type: ignore[method-assign]
+
+    @rule(seconds=st.sampled_from([1.0, 12.0, LEASE_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        """Leases end, loads are late."""
+        count_step()
+        if not self.p.in_transaction:
+            self.p.step()
+        self.clock.advance(seconds)
+        for hand_off in self.hand_offs:
+            hand_off.alive = None if hand_off.alive else hand_off.alive
+        if not self.p.in_transaction:
+            self.p.step()
+            if seconds > LEASE_S:
+                for hand_off in self.hand_offs:
+                    hand_off.alive = False
+
+    # ---- lifecycle -----------------------------------------------------------------------------------------------------------
+
+    @rule(who=sides, level=st.integers(0, 2), asked=st.none() | policies, mode=modes, deadline_s=deadlines)
+    def sleep(self, who: str, level: int, asked: Mapping[str, str] | None, mode: Any, deadline_s: float | None) -> None:
+        self._call(
+            who,
+            lambda core: core.sleep(
+                SleepRequest(level=level, policies=None if asked is None else dict(asked), mode=mode, deadline_s=deadline_s)
+            ),
+            aborts=mode == "abort",
+        )
+
+    @rule(who=sides, level=st.integers(1, 2), mode=modes)
+    def fall_asleep(self, who: str, level: int, mode: Any) -> None:
+        """A whole sleep, of an engine that is awake."""
+        side = self.sides[who]
+        if side.awake:
+            self._call(who, lambda core: core.sleep(SleepRequest(level=level, mode=mode)), aborts=mode == "abort")
+            side.until(lambda: side.state is S.ASLEEP, "a sleep")
+
+    @rule(who=sides)
+    def wake_whole(self, who: str) -> None:
+        side = self.sides[who]
+        if side.state is S.ASLEEP:
+            self._call(who, lambda core: core.wake_up())
+            side.until(lambda: side.awake, "a wake")
+
+    @rule(who=sides, tags=some_tags)
+    def wake(self, who: str, tags: Sequence[str] | None) -> None:
+        self._call(who, lambda core: core.wake_up(tags))
+
+    @rule(who=sides, mode=modes)
+    def pause(self, who: str, mode: Any) -> None:
+        self._call(who, lambda core: core.pause(mode), aborts=mode == "abort")
+
+    @rule(who=sides)
+    def resume(self, who: str) -> None:
+        self._call(who, lambda core: core.resume())
+
+    @rule(who=sides)
+    def release(self, who: str) -> None:
+        self._call(who, lambda core: core.release_kv_cache_memory())
+
+    @rule(who=sides, fault=driver_faults)
+    def transact(self, who: str, fault: tuple[Op, int, int] | None) -> None:
+        count_step()
+        side = self.sides[who]
+        with contextlib.ExitStack() as during:
+            if fault is not None and side.background.pending:
+                side.faulty = True
+                during.enter_context(Fault(side.worker.device, *fault))
+            side.background.run()
+        side.step()
+        self._look_at_epochs()
+
+    @rule(who=sides)
+    def restart(self, who: str) -> None:
+        count_step()
+        self.sides[who].restart()
+        self._look_at_epochs()
+
+    def _call(self, who: str, call: Any, *, aborts: bool = False) -> None:
+        count_step()
+        side = self.sides[who]
+        open_before = side.open()
+        if aborts:
+            for name in open_before:
+                side.asked[name].may_abort = True
+        ticket = call(side.core)
+        side.tickets.append(ticket)
+        self._look_at_epochs()
+
+    # ---- helpers -------------------------------------------------------------------------------------------------------------
+
+    def _hand_off(self, which: int) -> HandedOff:
+        """Newer ones more often."""
+        return self.hand_offs[-1 - which % len(self.hand_offs)]
+
+    def _loads(self) -> tuple[int, int, int]:
+        stats = self.d.core.stats()
+        assert stats.connector is not None
+        return stats.scheduler.loads_done, stats.scheduler.loads_failed, stats.connector.bytes_received
+
+    def _local_hit(self, prompt: list[int]) -> int:
+        return self.d.core.scheduler.kv.find_prefix(prompt, HashChain()).num_tokens
+
+    def _forged(self, hand_off: HandedOff, forgery: str | None) -> tuple[list[int], dict[str, Any]]:
+        prompt, params = list(hand_off.prompt), copy.deepcopy(hand_off.params)
+        told, blocks = params["torpor"], params["remote_block_ids"]
+        boot, counter = told["epoch"].split(".")
+        match forgery:
+            case "epoch":
+                told["epoch"] = f"{'0' * 16}.{counter}"
+            case "next epoch":
+                told["epoch"] = f"{boot}.{int(counter) + 1}"
+            case "now":
+                told["epoch"] = self.p.epoch or told["epoch"]
+            case "lease":
+                told["lease"] += 1
+            case "blocks":
+                params["remote_block_ids"] = [(block + 1) % self.p.num_blocks for block in blocks]
+            case "order":
+                params["remote_block_ids"] = blocks[::-1]
+            case "request":
+                params["remote_request_id"] += "x"
+            case "tokens":
+                params["remote_num_tokens"] = max(1, params["remote_num_tokens"] - 1)
+                params["remote_block_ids"] = blocks[: -(-params["remote_num_tokens"] // 4)]
+            case "engine":
+                params["remote_engine_id"] = "Q"
+            case "prompt":
+                prompt[0] += 1
+        return prompt, params
+
+    def _look_at_epochs(self) -> None:
+        for hand_off in self.hand_offs:
+            if hand_off.epoch != self.p.epoch:
+                hand_off.alive = False
+
+    def _check_refusal(self, side: Side, error: Exception, name: str) -> None:
+        if isinstance(error, AsleepError):
+            assert side.state in (S.DRAINING, S.SLEEPING, S.ASLEEP, S.WAKING), side.state
+        else:
+            in_use = name in side.core.scheduler._queues.by_id
+            assert in_use or "prompt" in str(error) or "kv_transfer_params" in str(error), error
+
+    @invariant()
+    def both_agree_with_themselves(self) -> None:
+        if hasattr(self, "sides") and len(self.sides) == 2:
+            self._look_at_epochs()
+            self.p.check()
+            self.d.check()
+            for side in (self.p, self.d):
+                for ticket in side.tickets:
+                    self._check_call(side, ticket)
+
+    def _check_call(self, side: Side, ticket: Ticket) -> None:
+        if not ticket.done():
+            return
+        error = ticket.exception(0)
+        if error is None:
+            report = ticket.result(0)
+            assert report.get("returned_bytes") == report.get("unmapped_bytes"), f"{side.name}: {report} (P4a)"
+        elif not side.faulty:
+            assert isinstance(error, StateError), repr(error)
+            assert not isinstance(error, SleepAborted) or error.fields["reason"] != "hook", repr(error)
+
+    # ---- the end -------------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sides"):
+            return
+        try:
+            if sys.exc_info()[0] is None and len(self.sides) == 2:
+                self._go_home()
+        finally:
+            for side in self.sides.values():
+                with contextlib.suppress(AssertionError):
+                    side.shut_down()
+            self.only_us.stop()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _go_home(self) -> None:
+        """Whatever happened: both wake, everybody is answered, nothing stays held, and the pair works."""
+        self.reads_are_slow(False)
+        for side in (self.p, self.d):
+            side.until(lambda side=side: side.state in (S.ASLEEP, S.AWAKE, S.PAUSED) and not side.background.pending, "rest")
+            side.tickets.append(side.core.wake_up())
+        expired = lambda: self.clock.advance(LEASE_S + 1)  # noqa: E731
+        self.d.until(lambda: self.d.awake and self.d.at_rest(), "rest")
+        self.p.until(lambda: self.p.awake and self.p.at_rest(), "rest", others=expired)
+        self.p.until(lambda: not self.p.core.scheduler.has_hand_offs, "the end of every lease", others=expired)
+        self.both_agree_with_themselves()
+        for side in (self.p, self.d):
+            stats = side.core.stats()
+            assert stats.cache.free_blocks == stats.cache.num_blocks, f"{side.name}: blocks leak"
+            assert stats.connector is not None
+            assert (stats.connector.pending_hand_offs, stats.connector.loads_in_flight) == (0, 0), stats.connector
+        self.hand_offs.clear()
+        self.prefill([91] * 9, False, True)
+        self.read_now(0, None)
+        assert self.d.core.stats().scheduler.loads_done > 0
+
+
+class IpcPair(PairMachine):
+    connector = "ipc"
+
+
+class NixlPair(PairMachine):
+    connector = "nixl"

@@ -1,0 +1,47 @@
+"""Every benchmark that needs no process of its own runs once, short, and writes what it says it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_models import save_model
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def results_of(folder: Path, name: str) -> dict[str, Any]:
+    written = json.loads((folder / f"{name}.json").read_text())
+    assert written["benchmark"] == name
+    assert written["command"].startswith(f"python benchmarks/{name}.py")
+    assert {"processor", "cores", "kernel", "python", "torch"} <= written["machine"].keys()
+    return dict(written["results"])
+
+
+def test_engine_throughput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model must give generate's own tokens, alone and in a padded batch."""
+    model = save_model(tmp_path / "model")
+    script = BENCHMARKS / "engine_throughput.py"
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(script), "--quick", "--model", str(model), "--out", str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    results = results_of(tmp_path, "engine_throughput")
+    assert results["batch_1"]["same_answers"] == 1
+    assert results["batch_8"]["same_answers"] == 8
+    assert results["arriving"]["times_as_fast"] > 0
+
+
+def test_scheduler_steps_without_torch(tmp_path: Path) -> None:
+    """The script itself refuses to report with torch or numpy in its process."""
+    command = [sys.executable, str(BENCHMARKS / "scheduler_steps.py"), "--quick", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "140"})
+    results = results_of(tmp_path, "scheduler_steps")
+    assert results["full"]["sequences_per_step"] == 20
+    assert results["full"]["waiting"] == 50
+    assert results["busy"]["steps_per_s"]["median"] > 0
