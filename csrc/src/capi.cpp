@@ -266,6 +266,25 @@ TORPOR_API tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes
   });
 }
 
+TORPOR_API tp_status tp_save(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
+                             const uint8_t *wanted, uint8_t *valid, const uint64_t *known, uint64_t *source, uint64_t *copied,
+                             uint32_t threads, tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    if (bytes > 0) require("wanted, valid, known, source, copied", wanted, valid, known, source, copied);
+    device->device->save({device_address, host_address, bytes, chunk_bytes, wanted}, {valid, known, source, copied}, threads);
+  });
+}
+
+TORPOR_API tp_status tp_restore(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes,
+                                uint64_t chunk_bytes, const uint8_t *wanted, uint64_t *arrived, uint32_t threads, tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    if (bytes > 0) require("wanted, arrived", wanted, arrived);
+    device->device->restore({device_address, host_address, bytes, chunk_bytes, wanted}, arrived, threads);
+  });
+}
+
 TORPOR_API tp_status tp_arena_create(tp_device *device, uint64_t bytes, tp_arena **out, uint64_t *address, tp_error *err) {
   return guarded(err, [&] {
     require("device, out, address", device, out, address);

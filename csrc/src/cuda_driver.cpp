@@ -59,7 +59,7 @@ class CudaDriver final : public Driver {
   // The driver takes one at a time.
   uint32_t concurrency(uint64_t) const override { return 1; }
 
-  Physical create(uint64_t bytes, bool exportable) override {
+  Physical create(uint64_t bytes, bool exportable, Vacancy) override {
     if (exportable && !exports_) throw Error::unsupported("the CUDA device cannot export memory as file descriptors");
     const Context::Scope scope(context_, TP_OP_CREATE);
     const CUmemAllocationProp prop = properties(exportable);
@@ -112,6 +112,8 @@ class CudaDriver final : public Driver {
     check(cu_.cuMemImportFromShareableHandle(&handle, shareable, kHandlePosixFd), TP_OP_IMPORT, "cuMemImportFromShareableHandle");
     return {handle, bytes, 0, 0, false};
   }
+
+  bool chunk_by_chunk() const override { return false; }
 
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override {
     const Context::Scope scope(context_, TP_OP_COPY);

@@ -23,6 +23,11 @@ void check_range(const char *what, Address address, uint64_t bytes) {
   }
 }
 
+void check_chunk_bytes(uint64_t chunk_bytes) {
+  if (chunk_bytes > 0 && chunk_bytes % 8 == 0) return;
+  throw Error::invalid("chunk_bytes is " + std::to_string(chunk_bytes) + ": it must be a positive multiple of 8");
+}
+
 // The smallest range that holds every block of `ids`.
 Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint64_t n) {
   const auto [low, high] = std::minmax_element(ids, ids + n);
@@ -119,9 +124,7 @@ void Device::copy_blocks(Address dst, Address src, uint64_t block_bytes, const u
 }
 
 void Device::hash(const HashJob &job, bool on_host, uint32_t threads) {
-  if (job.chunk_bytes == 0 || job.chunk_bytes % 8 != 0) {
-    throw Error::invalid("chunk_bytes is " + std::to_string(job.chunk_bytes) + ": it must be a positive multiple of 8");
-  }
+  check_chunk_bytes(job.chunk_bytes);
   check_range("a hash", job.address, job.bytes);
   AccessTable::Pins pins(access);
   pins.add({job.address, job.bytes});
@@ -130,6 +133,29 @@ void Device::hash(const HashJob &job, bool on_host, uint32_t threads) {
   } else {
     driver_->hash(job, std::max(threads, 1u));
   }
+}
+
+void Device::pin(AccessTable::Pins &pins, const Chunks &chunks) {
+  check_chunk_bytes(chunks.chunk_bytes);
+  check_range("chunks", chunks.device, chunks.bytes);
+  check_range("an image", chunks.host, chunks.bytes);
+  for (Address base : {chunks.device, chunks.host}) {
+    for (uint64_t i = 0; i < chunks.count(); ++i) {
+      if (chunks.wanted[i] != 0) pins.add({base + chunks.offset(i), chunks.size(i)});
+    }
+  }
+}
+
+void Device::save(const Chunks &chunks, const SaveHashes &hashes, uint32_t threads) {
+  AccessTable::Pins pins(access);
+  pin(pins, chunks);
+  save_chunks(*driver_, chunks, hashes, std::max(threads, 1u));
+}
+
+void Device::restore(const Chunks &chunks, uint64_t *arrived, uint32_t threads) {
+  AccessTable::Pins pins(access);
+  pin(pins, chunks);
+  restore_chunks(*driver_, chunks, arrived, std::max(threads, 1u));
 }
 
 }  // namespace torpor

@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "access.h"
+#include "chunks.h"
 #include "driver.h"
 #include "fault_driver.h"
 #include "handles.h"
@@ -38,6 +39,8 @@ class Device {
   void copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n,
                    uint32_t threads);
   void hash(const HashJob &job, bool on_host, uint32_t threads);
+  void save(const Chunks &chunks, const SaveHashes &hashes, uint32_t threads);
+  void restore(const Chunks &chunks, uint64_t *arrived, uint32_t threads);
 
   std::mutex structure;
   AccessTable access;
@@ -45,6 +48,8 @@ class Device {
   Graveyard orphans;
 
  private:
+  void pin(AccessTable::Pins &pins, const Chunks &chunks);
+
   std::unique_ptr<Driver> driver_;
   FaultDriver *faults_;
 };

@@ -23,7 +23,7 @@ struct Range {
 
 // One piece of physical memory, as the driver knows it.
 struct Physical {
-  uint64_t handle = 0;  // a file descriptor on `host`, a CUmemGenericAllocationHandle on `cuda`
+  uint64_t handle = 0;  // on `host` a file descriptor or, without an inode, an address; on `cuda` a CUmemGenericAllocationHandle
   uint64_t bytes = 0;
   uint64_t device_id = 0;
   uint64_t inode = 0;
@@ -61,7 +61,8 @@ class Driver {
   virtual uint64_t free_bytes() = 0;
   // How many creates and releases of extents, `bytes` in all, are worth doing at once; those two may run beside each other.
   virtual uint32_t concurrency(uint64_t bytes) const = 0;
-  virtual Physical create(uint64_t bytes, bool exportable) = 0;
+  // exportable: descriptors of it can be given away. vacancy: what its range is without it.
+  virtual Physical create(uint64_t bytes, bool exportable, Vacancy vacancy) = 0;
   virtual void release(const Physical &physical) = 0;
 
   virtual void map(Address address, const Physical &physical, bool writable) = 0;
@@ -77,6 +78,10 @@ class Driver {
 
   // Returns when everything is copied.
   virtual void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) = 0;
+  // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else one step for all chunks, then the next.
+  virtual bool chunk_by_chunk() const = 0;
+  // Copies on the caller's thread and gives the hash of the bytes that it read.
+  virtual uint64_t copy_hashed(tp_copy_kind, const tp_span &) { throw Error::unsupported("this driver copies in batches"); }
   // Chunk hashes of device memory; hash.h has the definition.
   virtual void hash(const HashJob &job, uint32_t threads) = 0;
 

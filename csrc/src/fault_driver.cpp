@@ -49,9 +49,9 @@ void FaultDriver::free_address(Range range) {
   real_->free_address(range);
 }
 
-Physical FaultDriver::create(uint64_t bytes, bool exportable) {
+Physical FaultDriver::create(uint64_t bytes, bool exportable, Vacancy vacancy) {
   check(TP_OP_CREATE, bytes);
-  return real_->create(bytes, exportable);
+  return real_->create(bytes, exportable, vacancy);
 }
 
 void FaultDriver::release(const Physical &physical) {
@@ -96,6 +96,16 @@ void FaultDriver::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uin
     throw;
   }
   real_->copy(kind, spans, threads);
+}
+
+uint64_t FaultDriver::copy_hashed(tp_copy_kind kind, const tp_span &span) {
+  try {
+    check(TP_OP_COPY);
+  } catch (const Error &) {
+    real_->copy_hashed(kind, {span.dst, span.src, span.bytes / 2});
+    throw;
+  }
+  return real_->copy_hashed(kind, span);
 }
 
 void FaultDriver::hash(const HashJob &job, uint32_t threads) {

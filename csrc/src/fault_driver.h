@@ -23,13 +23,15 @@ class FaultDriver final : public Driver {
   void admit(uint64_t bytes) override { real_->admit(bytes); }
   uint64_t free_bytes() override { return real_->free_bytes(); }
   uint32_t concurrency(uint64_t bytes) const override { return real_->concurrency(bytes); }
-  Physical create(uint64_t bytes, bool exportable) override;
+  Physical create(uint64_t bytes, bool exportable, Vacancy vacancy) override;
   void release(const Physical &physical) override;
   void map(Address address, const Physical &physical, bool writable) override;
   void set_access(Range range, bool writable) override;
   void unmap(Range range, Vacancy vacancy) override;
   int export_fd(const Physical &physical) override;
   Physical import_fd(int fd, uint64_t bytes) override;
+  bool chunk_by_chunk() const override { return real_->chunk_by_chunk(); }
+  uint64_t copy_hashed(tp_copy_kind kind, const tp_span &span) override;
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override;
   void hash(const HashJob &job, uint32_t threads) override;
   void commit(Range range, uint32_t threads) override;

@@ -29,6 +29,11 @@ namespace torpor {
 class ChunkHash {
  public:
   void add(const void *data, uint64_t bytes) noexcept;
+  // A first part whose sum is known.
+  void add_summed(uint64_t sum, uint64_t bytes) noexcept {
+    sum_ += sum;
+    bytes_ += bytes;
+  }
   uint64_t finish() const noexcept;
 
  private:
@@ -37,6 +42,10 @@ class ChunkHash {
 };
 
 uint64_t hash_chunk(const void *data, uint64_t bytes) noexcept;
+
+// Copies, and gives the hash of the bytes that it read. Past the caches: whoever reads the copy reads memory, and neither side's old
+// content has to be fetched or displaced.
+uint64_t copy_and_hash(void *to, const void *from, uint64_t bytes) noexcept;
 
 // All chunks of a job whose memory this process can read.
 void hash_chunks(const HashJob &job, uint32_t threads);
@@ -47,6 +56,11 @@ using Kernel = uint64_t (*)(const unsigned char *data, uint64_t words, uint64_t 
 uint64_t sum_portable(const unsigned char *data, uint64_t words, uint64_t first) noexcept;
 Kernel kernel_avx2() noexcept;
 Kernel kernel_avx512() noexcept;
+// The same sum, of words that are copied on the way; `words` is a multiple of 8 and `to` of 64.
+using CopyKernel = uint64_t (*)(unsigned char *to, const unsigned char *from, uint64_t words) noexcept;
+uint64_t copy_portable(unsigned char *to, const unsigned char *from, uint64_t words) noexcept;
+CopyKernel copy_avx2() noexcept;
+CopyKernel copy_avx512() noexcept;
 }  // namespace hash_detail
 
 }  // namespace torpor

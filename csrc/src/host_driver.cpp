@@ -29,6 +29,10 @@ class Fd {
   int fd_;
 };
 
+// Anonymous memory waits at an address of its own to be mapped; unmapping frees it, and the address is what is left to release.
+bool is_anonymous(const Physical &physical) { return physical.inode == 0; }
+Range range_of(const Physical &physical) { return {physical.handle, physical.bytes}; }
+
 int descriptor(const Physical &physical) { return static_cast<int>(physical.handle); }
 
 struct stat status_of(int fd, tp_op op) {
@@ -61,8 +65,15 @@ class HostDriver final : public Driver {
 
   uint32_t concurrency(uint64_t bytes) const override { return host::useful_threads(bytes); }
 
+  // What no other process may have is anonymous memory, for which kernels give huge pages where they give none to files. A guarded range
+  // has files too: /proc could not tell anonymous memory from a guard.
+  Physical create(uint64_t bytes, bool exportable, Vacancy vacancy) override {
+    const bool anonymous = !exportable && vacancy == Vacancy::hole && bytes >= host::kHugePage && host::can_move_pages();
+    return anonymous ? Physical{host::allocate(bytes).address, bytes} : create_file(bytes);
+  }
+
   // The size is sealed: a peer that maps an exported file can then rely on it, as no one can make an access raise SIGBUS.
-  Physical create(uint64_t bytes, bool) override {
+  Physical create_file(uint64_t bytes) {
     Fd file(memfd_create("torpor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (file.get() < 0) throw Error::system(TP_OP_CREATE, errno, "memfd_create");
     if (ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) throw Error::system(TP_OP_CREATE, errno, "sizing a memory file");
@@ -75,11 +86,13 @@ class HostDriver final : public Driver {
 
   // EINTR included, Linux has closed the descriptor when close returns.
   void release(const Physical &physical) override {
+    if (is_anonymous(physical)) return host::release(range_of(physical));
     if (close(descriptor(physical)) != 0 && errno == EBADF) throw Error::system(TP_OP_RELEASE, EBADF, "closing a memory file");
   }
 
   // Readable and writable at once rather than in set_access: a guarded range must have no moment in which an access faults.
   void map(Address address, const Physical &physical, bool writable) override {
+    if (is_anonymous(physical)) return host::move_pages(range_of(physical), address);
     const int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     void *at = mmap(reinterpret_cast<void *>(address), physical.bytes, access, MAP_SHARED | MAP_FIXED, descriptor(physical), 0);
     if (at == MAP_FAILED) throw Error::system(TP_OP_MAP, errno, "mapping " + human_bytes(physical.bytes));
@@ -111,6 +124,10 @@ class HostDriver final : public Driver {
     return describe(file, bytes, TP_OP_IMPORT);
   }
 
+  bool chunk_by_chunk() const override { return true; }
+  uint64_t copy_hashed(tp_copy_kind, const tp_span &span) override {
+    return copy_and_hash(reinterpret_cast<void *>(span.dst), reinterpret_cast<const void *>(span.src), span.bytes);
+  }
   void copy(tp_copy_kind, const std::vector<tp_span> &spans, uint32_t threads) override { host::copy(spans, threads); }
   void hash(const HashJob &job, uint32_t threads) override { hash_chunks(job, threads); }
 

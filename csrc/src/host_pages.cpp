@@ -16,6 +16,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
 #endif
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4  // Linux 5.7
+#endif
 
 namespace torpor::host {
 namespace {
@@ -112,6 +115,53 @@ void populate(Range range, uint32_t threads, tp_op op) {
     const uint64_t offset = i * kPopulatePiece;
     populate_piece({range.address + offset, std::min(kPopulatePiece, range.bytes - offset)}, op);
   });
+}
+
+Range allocate(uint64_t bytes) {
+  const Range range = reserve(bytes);
+  try {
+    if (mprotect(pointer(range.address), bytes, PROT_READ | PROT_WRITE) != 0) {
+      throw Error::system(TP_OP_CREATE, errno, "opening " + human_bytes(bytes));
+    }
+    madvise(pointer(range.address), bytes, MADV_HUGEPAGE);
+    madvise(pointer(range.address), bytes, MADV_DONTFORK);
+    populate(range, 1, TP_OP_CREATE);
+  } catch (...) {
+    munmap(pointer(range.address), bytes);
+    throw;
+  }
+  return range;
+}
+
+void move_pages(Range from, Address address) {
+  constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+  if (mremap(pointer(from.address), from.bytes, from.bytes, flags, pointer(address)) == MAP_FAILED) {
+    const int failed = errno;
+    // The kernel may have cleared the target before it gave up: reserved again, unless somebody has come in between.
+    mmap(pointer(address), from.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    throw Error::system(TP_OP_MAP, failed, "mapping " + human_bytes(from.bytes));
+  }
+  // Only an address from now on: nobody's by accident, and not charged where the kernel counts what could be written.
+  mprotect(pointer(from.address), from.bytes, PROT_NONE);
+}
+
+bool can_move_pages() noexcept {
+  static const bool can = [] {
+    const uint64_t bytes = page_size();
+    void *from = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (from == MAP_FAILED) return false;
+    void *to = mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, nullptr);
+    if (to != MAP_FAILED) munmap(to, bytes);
+    munmap(from, bytes);
+    return to != MAP_FAILED;
+  }();
+  return can;
+}
+
+void release(Range range) {
+  if (munmap(pointer(range.address), range.bytes) != 0) {
+    throw Error::system(TP_OP_RELEASE, errno, "releasing " + human_bytes(range.bytes));
+  }
 }
 
 bool huge_files() {

@@ -18,6 +18,15 @@ void vacate(Range range, Vacancy vacancy);
 
 // Faults every page of a mapped, writable range in, on `threads` threads. Throws the memory error of `op` when the kernel has none.
 void populate(Range range, uint32_t threads, tp_op op);
+// Anonymous memory, all of it there, in huge pages where the kernel gives them; a forked child does not get it.
+Range allocate(uint64_t bytes);
+// Moves its pages to `address`, in one step for whoever looks there; the old range stays reserved and empty.
+void move_pages(Range from, Address address);
+// Is the kernel able to?
+bool can_move_pages() noexcept;
+// Gives back what `allocate` gave, moved or not.
+void release(Range range);
+
 // Does the kernel give huge pages to memory files that ask for them?
 bool huge_files();
 // Gives every page of a memfd its memory; huge pages come only through a mapping that asks for them.

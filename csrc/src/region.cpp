@@ -27,7 +27,7 @@ std::vector<std::unique_ptr<Residence>> create_all(Driver &driver, const std::ve
   for (Region *region : regions) {
     const std::vector<uint64_t> sizes = extent_sizes(*region);
     staged.push_back(region->space.stage());
-    staged.back()->create(sizes, [&](uint64_t i) { return driver.create(sizes[i], region->exportable); });
+    staged.back()->create(sizes, [&](uint64_t i) { return driver.create(sizes[i], region->exportable, region->space.vacancy()); });
   }
   return staged;
 }

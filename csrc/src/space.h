@@ -31,6 +31,7 @@ class Space {
   Device &device() const { return device_; }
   Range range() const { return reservation_->range(); }
   const std::string &name() const { return entry_.name(); }
+  Vacancy vacancy() const { return vacancy_; }
   // Safe without the structure lock; everything below needs it.
   bool mapped() const { return mapped_.load(); }
   uint64_t condemned_bytes() const { return graveyard_.bytes(); }

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 1
+#define TP_ABI_VERSION 2
 
 typedef enum tp_status {
   TP_OK = 0,
@@ -145,6 +145,19 @@ tp_status tp_copy_blocks(tp_device *device, uint64_t dst, uint64_t src, uint64_t
  * have the same hash on every driver and on the host. chunk_bytes: a multiple of 8. Not cryptographic; defined in src/hash.h. */
 tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes, uint64_t chunk_bytes, int32_t on_host, uint64_t *out,
                   uint32_t threads, tp_error *err);
+
+/* The chunks of `bytes` at `device_address` and of their image at `host_address`; chunk i counts where wanted[i] is not 0. Both block
+ * until done and otherwise behave like tp_copy and tp_hash.
+ *
+ * tp_save: source[i] is the chunk's hash. A chunk may be passed over where valid[i] is not 0 and known[i] is its hash. Else valid[i]
+ * becomes 0, the chunk is copied to the image, and copied[i] is the hash of what is read there afterwards; valid[i] stays 0, also after
+ * a failure. On `host`, source[i] is then the hash of the very bytes that were copied.
+ * tp_restore: copies the image's chunk to the device; arrived[i] is the hash of what is read there afterwards. */
+tp_status tp_save(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
+                  const uint8_t *wanted, uint8_t *valid, const uint64_t *known, uint64_t *source, uint64_t *copied, uint32_t threads,
+                  tp_error *err);
+tp_status tp_restore(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
+                     const uint8_t *wanted, uint64_t *arrived, uint32_t threads, tp_error *err);
 
 /* ---- host arenas --------------------------------------------------------------------------------------------------------- */
 /* Address space for host images; costs no memory until committed. */

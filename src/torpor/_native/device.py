@@ -21,6 +21,7 @@ from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
 
 Uint64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 Span = tuple[int, int, int]
 """(destination, source, bytes)"""
 
@@ -121,6 +122,38 @@ class Device(Owned):
         call("tp_hash", self.handle, address, nbytes, size, int(on_host), out.ctypes.data, threads)
         return out
 
+    def save_chunks(
+        self,
+        address: int,
+        image: int,
+        nbytes: int,
+        chunk_bytes: int,
+        *,
+        wanted: BoolArray,
+        valid: BoolArray,
+        known: Uint64Array,
+        threads: int = 1,
+    ) -> tuple[Uint64Array, Uint64Array]:
+        """Brings ``wanted`` chunks of the image up to date: those not valid, or whose hash is no longer the known one.
+
+        Gives back the hashes of the source and of what was read from the image after the copy, both for chunks that were copied.
+        Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the caller compares.
+        """
+        count = -(-nbytes // chunk_bytes)
+        source, copied = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
+        arrays = _chunk_arrays(count, wanted, valid, known, source, copied)
+        call("tp_save", self.handle, address, image, nbytes, chunk_bytes, *arrays, threads)
+        return source, copied
+
+    def restore_chunks(
+        self, address: int, image: int, nbytes: int, chunk_bytes: int, *, wanted: BoolArray, threads: int = 1
+    ) -> Uint64Array:
+        """Copies ``wanted`` chunks from the image; gives back the hashes of what was read at ``address`` afterwards."""
+        count = -(-nbytes // chunk_bytes)
+        arrived = np.zeros(count, dtype=np.uint64)
+        call("tp_restore", self.handle, address, image, nbytes, chunk_bytes, *_chunk_arrays(count, wanted, arrived), threads)
+        return arrived
+
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
         out, address = ctypes.c_void_p(), ctypes.c_uint64()
@@ -165,6 +198,14 @@ class Device(Owned):
 
     def __repr__(self) -> str:
         return f"<Device {self.driver}{' closed' if self.closed else ''}>"
+
+
+def _chunk_arrays(count: int, *arrays: npt.NDArray[Any]) -> list[int]:
+    """Their addresses; the library reads and writes ``count`` elements of each."""
+    for array in arrays:
+        if array.size != count or not array.flags.c_contiguous:
+            raise ConfigurationError(f"{array.size} values for {count} chunks, or not contiguous", setting="chunks")
+    return [array.ctypes.data for array in arrays]
 
 
 def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:

@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)
@@ -95,6 +95,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_copy": (_HANDLE, c_int32, c_void_p, c_uint64, c_uint32),
     "tp_copy_blocks": (_HANDLE, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
+    "tp_save": (_HANDLE, *(c_uint64,) * 4, *(c_void_p,) * 5, c_uint32),
+    "tp_restore": (_HANDLE, *(c_uint64,) * 4, *(c_void_p,) * 2, c_uint32),
     "tp_arena_create": (_HANDLE, c_uint64, _HANDLE_OUT, _U64P),
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),
@@ -103,10 +105,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 def find_library() -> Path:
-    """The library beside this package. An editable install spreads a package over two folders, so all of them are looked at."""
+    """The library beside this package. An editable install spreads a package over two folders, so all of them are looked at, this
+    file's own first: what scripts/build has made is newer than what was installed."""
     from torpor import _native
 
-    folders = [Path(folder) for folder in _native.__path__]
+    folders = sorted((Path(folder) for folder in _native.__path__), key=lambda folder: folder != Path(__file__).parent)
     for folder in folders:
         if (folder / LIBRARY_NAME).is_file():
             return folder / LIBRARY_NAME

@@ -46,6 +46,7 @@ class HandOff:
     block_ids: list[BlockId]
     num_tokens: int
     lease_s: float
+    epoch: str  # of the mapping that the blocks are of: under any other one they are somebody else's
     lease: int = 0  # its number, counted up by the scheduler side; params name it
     digest: bytes = b""  # of the tokens whose KV this is
 

@@ -11,6 +11,7 @@ import select
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Protocol
 from torpor.errors import ConfigurationError, HandshakeError, PeerError, TransportError
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less the closing zero
+STALE_AFTER_S = 60.0  # a younger socket may be one that is bound and does not listen yet
 _UCRED = struct.Struct("3i")
 
 
@@ -98,11 +100,21 @@ def make_private_folder(folder: Path) -> None:
         )
 
 
+def remove_stale_sockets(folder: Path) -> None:
+    """Those that killed engines left: an engine's name is new with every start, so nobody would ever take their place."""
+    for path in folder.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            old = time.time() - path.lstat().st_mtime > STALE_AFTER_S
+            if old and not _answers(path):
+                path.unlink()
+
+
 class UnixDoor:
     """Listens on a Unix socket of mode 0600 in a folder of mode 0700."""
 
     def __init__(self, path: Path, *, check: Callable[[Credentials], None] = check_same_user) -> None:
         make_private_folder(path.parent)
+        remove_stale_sockets(path.parent)
         self._path = path
         self._check = check
         self._sock = _bind_unix(path)

@@ -137,6 +137,8 @@ class FenceView:
         nbytes = fence_bytes(slots)
         if os.fstat(fd).st_size < nbytes:
             raise TransportError(f"a fence of {slots} slots needs {nbytes} bytes, it has {os.fstat(fd).st_size}", transport="ipc")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError("the fence is not sealed: a look at it could fault", transport="ipc")
         self._slots = slots
         self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("Q")

@@ -93,7 +93,15 @@ class Guest:
         return self.credentials.pid or None if self.credentials is not None else None
 
     def start(self) -> None:
-        self._thread.start()
+        """Where the system has no thread left, the guest is gone before it came."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("nobody can look after %s: %s", self, error)
+            self._channel.close()
+            with self._lock:
+                self._move(GuestState.GONE)
+            self._host.changed()
 
     def hold(self, request: wire.ImportRequest, epoch: Epoch, end_grant: Callable[[], None]) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ a peer that lost its connection counts as gone only when the kernel shows that i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -35,6 +36,8 @@ from torpor.memory.procfs import Inode, open_memfds, read_mappings
 
 if TYPE_CHECKING:
     from torpor.memory import ExportedPool, Memory
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20  # copied between two looks at whether to go on
 
@@ -157,9 +160,17 @@ class IpcRemote(RemoteMemory):
         return self._fence.look(lease)
 
     def close(self) -> bool:
-        for imported in self._imports:
-            imported.close()
+        """False when the driver did not let an import go: call it again."""
+        self._imports = [imported for imported in self._imports if not self._dropped(imported)]
         self._fence.close()
+        return not self._imports
+
+    def _dropped(self, imported: Import) -> bool:
+        try:
+            imported.close()
+        except DeviceError as error:
+            logger.warning("the driver does not let go of the memory of %s: %s", self._who, error)
+            return False
         return True
 
 

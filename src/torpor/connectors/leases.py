@@ -46,9 +46,9 @@ class LeaseTable:
             self._fence.open(epoch)
 
     def grant(self, hand_off: HandOff) -> None:
-        """While shut: the hand-off has ended before it began."""
+        """While shut, or under another epoch than the hand-off's: it has ended before it began."""
         with self._lock:
-            if self._epoch is None:
+            if self._epoch is None or hand_off.epoch != str(self._epoch):
                 self._ended.add(hand_off.request_id)
                 return
             word = commitment(

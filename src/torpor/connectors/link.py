@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
 GRACE_POLL_S = 0.005
 JOIN_S = 5.0
+DROP_NAPS_S = (0.01, 0.05, 0.2, 0.5, 1.0)  # between attempts to drop an import that the driver does not let go
 
 
 class Link:
@@ -139,9 +140,16 @@ class Link:
                 logger.info("the connection to %s has ended: %s", self, error)
         finally:
             self._stopping.set()
-            with self._using:
-                self._remote.close()
+            self._drop()
             self._channel.close()
+
+    def _drop(self) -> None:
+        """The connection ends after the import: while it lives, the owner waits and does not have to guess."""
+        for nap_s in (*DROP_NAPS_S, None):
+            with self._using:
+                if self._remote.close() or nap_s is None:
+                    return
+            time.sleep(nap_s)
 
     def _let_go(self) -> None:
         """The answer to a withdrawal: sent when nothing is in flight and nothing is held any more, or not at all."""
@@ -151,7 +159,7 @@ class Link:
         if dropped:
             self._channel.send(wire.Withdrawn(epoch=str(self.epoch)))
         else:
-            logger.warning("a read from %s is still in flight: its withdrawal is not acknowledged", self)
+            logger.warning("a read from %s is still in flight, or its memory cannot be let go: no acknowledgement", self)
 
 
 def connect(

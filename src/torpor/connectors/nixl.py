@@ -8,6 +8,7 @@ so do no harm: its agent and buffer are set aside until it ends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -30,7 +31,7 @@ from torpor.connectors.scheduler import PullScheduler
 from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
 from torpor.connectors.wire import Offer
 from torpor.connectors.worker import PullWorker
-from torpor.errors import BugError
+from torpor.errors import BugError, TransportError
 from torpor.kvcache.types import KVCacheSpec
 
 if TYPE_CHECKING:
@@ -81,12 +82,18 @@ class NixlTransport(Transport):
         kind, device = memory_kind(self._memory)
         ranges = list(zip(self._geometry.bases, self._geometry.sizes, strict=True))
         self._registration = self._agent.register(ranges, kind, device)
-        return Publication(extents=tuple((size,) for size in self._geometry.sizes), blob=self._agent.metadata())
+        try:
+            blob = self._agent.metadata()
+        except TransportError:
+            with contextlib.suppress(TransportError):  # it is tried again by the next unpublish
+                self.unpublish()
+            raise
+        return Publication(extents=tuple((size,) for size in self._geometry.sizes), blob=blob)
 
     def unpublish(self) -> None:
-        registration, self._registration = self._registration, None
-        if registration is not None and self._agent is not None:
-            self._agent.deregister(registration)
+        if self._registration is not None and self._agent is not None:
+            self._agent.deregister(self._registration)
+        self._registration = None
 
     def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
         with self._lock:

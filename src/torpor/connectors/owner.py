@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02  # how often a release looks whether a peer that lost its connection is gone
 JOIN_S = 5.0
+MAX_ARRIVING = 64  # connections that have not said yet who they are
 
 
 class OwnerState(enum.Enum):
@@ -100,7 +101,8 @@ class Owner:
         with self._changed:
             if self._state is OwnerState.RELEASED:
                 return
-            self._move(OwnerState.WITHDRAWING)
+            if self._state is not OwnerState.WITHDRAWING:  # else an earlier one did not get everybody out
+                self._move(OwnerState.WITHDRAWING)
             self._leases.shut()
         left = self._see_off(deadline)
         if left:
@@ -133,15 +135,19 @@ class Owner:
     # ---- what guests ask --------------------------------------------------------------------------------------------
 
     def enter(self, guest: Guest) -> bool:
-        """Takes note of a connection. False: too many, or closed."""
+        """Takes note of a connection. False: closed. When many knock at once, whoever has been at the door longest gives way: a
+        handshake takes milliseconds, so that is somebody who says nothing."""
         with self._changed:
             for other in self._guests:
                 other.look_whether_gone()
             self._guests = [other for other in self._guests if other.state is not GuestState.GONE]
-            if self._state is OwnerState.CLOSED or len(self._guests) >= self._options.max_peers:
+            if self._state is OwnerState.CLOSED:
                 return False
+            arriving = [other for other in self._guests if not other.holds]
             self._guests.append(guest)
-            return True
+        for other in arriving[: len(arriving) + 1 - MAX_ARRIVING]:
+            other.dismiss()
+        return True
 
     def greeting(self) -> tuple[bytes | None, str, float]:
         return self._secret, self._transport.name, self._options.handshake_timeout_s
@@ -159,6 +165,12 @@ class Owner:
         with self._changed:
             if self._state is not OwnerState.SERVING or self._epoch is None or self._publication is None:
                 raise Refused(f"engine {self._engine_id!r} has released its KV cache", peer=str(guest), reason="asleep")
+            if sum(other.holds for other in self._guests) >= self._options.max_peers:
+                raise Refused(
+                    f"{self._options.max_peers} peers read from engine {self._engine_id!r} already (max_peers)",
+                    peer=str(guest),
+                    reason="busy",
+                )
             grant = self._memory.export_ledger.grant(request.engine_id, KV_TAG, guest.pid)
             guest.hold(request, self._epoch, lambda: self._memory.export_ledger.end(grant))
             shared = (self._fence.fd, *self._publication.descriptors) if self._publication.descriptors else ()

@@ -22,9 +22,11 @@ class PinWatch:
         self._before = 0
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around a registration. What was pinned before it is not asked back."""
-        self._before = self._pinned()
+    def watching(self, *, anew: bool = True) -> Iterator[None]:
+        """Around a registration. What was pinned before it is not asked back; not ``anew``: before the first one whose pins were
+        not seen to be gone, since those of a failed release would count as somebody else's."""
+        if anew:
+            self._before = self._pinned()
         yield
 
     def check_unpinned(self) -> None:

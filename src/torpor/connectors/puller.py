@@ -39,6 +39,7 @@ class Puller:
         self._queue: deque[Load] = deque()
         self._running: Load | None = None
         self._link: Link | None = None
+        self._undropped: list[Link] = []  # closed, but their import could not be dropped
         self._admits = True  # false while our own KV cache is released: no link may come up
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"torpor-kv-pull {target.engine_id}", daemon=True)
@@ -82,11 +83,9 @@ class Puller:
             self._queue.clear()
 
     def release(self, timeout_s: float) -> bool:
-        """``stop``, and the import is dropped. False when a read did not end in time; it is dropped when that does."""
+        """``stop``, and the import is dropped. False when a read did not end in time, or the driver refused."""
         self.stop()
-        with self._wake:
-            link, self._link = self._link, None
-        return link is None or link.close(timeout_s)
+        return self._drop_link(timeout_s)
 
     def admit(self) -> None:
         with self._wake:
@@ -179,7 +178,8 @@ class Puller:
             if self._admits and not self._closed:
                 self._link = link
                 return link
-        link.close(JOIN_S)
+            self._undropped.append(link)
+        self._drop_link()
         raise PeerError("this engine releases its KV cache", peer=self.target.engine_id)
 
     def _fail_queued(self, reason: str) -> None:
@@ -189,11 +189,15 @@ class Puller:
         for load in queued:
             self._end(load, LoadState.FAILED, reason)
 
-    def _drop_link(self) -> None:
+    def _drop_link(self, timeout_s: float = JOIN_S) -> bool:
+        """False when an import is left; it is tried again by the next call."""
         with self._wake:
-            link, self._link = self._link, None
-        if link is not None:
-            link.close(JOIN_S)
+            links = [*self._undropped, *([self._link] if self._link is not None else [])]
+            self._link, self._undropped = None, []
+        left = [link for link in links if not link.close(timeout_s)]
+        with self._wake:
+            self._undropped += left
+        return not left
 
     def _end(self, load: Load, state: LoadState, reason: str) -> None:
         if not load.end(state) or load.only_tells:

@@ -14,7 +14,7 @@ from torpor.connectors.loads import Load, LoadState
 from torpor.connectors.options import Options
 from torpor.connectors.puller import Puller
 from torpor.connectors.transport import Target, Transport
-from torpor.errors import RequestError
+from torpor.errors import RequestError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +86,20 @@ class Reader:
 
     def release(self, deadline: float) -> None:
         """No load is left and no import is held when it returns, or a warning says of which peer one is: a read over a network
-        that does not end. Nothing of that read can reach our KV cache any more."""
+        that does not end. Nothing of that read can reach our KV cache any more. TransportError names peers whose memory our
+        imports still hold."""
         self._released = True
         for puller in self._pullers.values():
             puller.stop()
-        for puller in self._pullers.values():
-            if not puller.release(max(0.05, deadline - time.monotonic())):
-                logger.warning("a read from engine %s does not end; it is cut off", puller.target.engine_id)
+        held = [p.target.engine_id for p in self._pullers.values() if not p.release(max(0.05, deadline - time.monotonic()))]
         with self._lock:
             # Complete, but nobody has taken note yet: what arrived goes with the memory.
             self._failed |= self._done
             self._done = set()
+        if held and self._transport.imports_hold_memory:
+            raise TransportError(f"the memory of {', '.join(held)} cannot be let go of", transport=self._transport.name)
+        for engine_id in held:
+            logger.warning("a read from engine %s does not end; it is cut off", engine_id)
 
     def admit(self) -> None:
         self._released = False

@@ -58,5 +58,5 @@ class Reception:
         if self._owner.enter(guest):
             guest.start()
         else:
-            logger.warning("turned %s away: %s", where, "max_peers connections are open")
+            logger.info("turned %s away: closing", where)
             channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from torpor.connectors import params as kv_params
@@ -34,7 +35,8 @@ class PullScheduler(KVConnectorScheduler):
         for what in ("do_remote_prefill", "do_remote_decode"):
             if not isinstance(params.get(what, False), (bool, type(None))):
                 raise RequestError(
-                    f"kv_transfer_params.{what} is {params[what]!r}, not true or false", param=f"kv_transfer_params.{what}"
+                    f"kv_transfer_params.{what} is {reprlib.repr(params[what])}, not true or false",
+                    param=f"kv_transfer_params.{what}",
                 )
         if kv_params.wants(params, "do_remote_decode"):
             self._check_role("producer", "do_remote_decode")
@@ -79,6 +81,7 @@ class PullScheduler(KVConnectorScheduler):
                 block_ids=blocks,
                 num_tokens=num_tokens,
                 lease_s=self._config.handoff_lease_s,
+                epoch=self._metadata["epoch"],
                 lease=lease,
                 digest=kv_params.token_digest(request.prompt_token_ids, num_tokens),
             )

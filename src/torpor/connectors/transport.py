@@ -66,7 +66,8 @@ class RemoteMemory(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> bool:
-        """Drops mappings and remote handles. False: something is still in flight that could touch the owner. Idempotent."""
+        """Drops mappings and remote handles. False: something is left that could touch the owner, or holds its memory.
+        Idempotent; after a False a driver that refused is asked again."""
 
 
 class Transport(abc.ABC):

@@ -171,7 +171,7 @@ def decode(payload: bytes) -> AnyMessage:
     """PeerError for anything that is not exactly one known message."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"not a control message: {error}") from error
 
 

@@ -35,7 +35,8 @@ MIN_LEASE_SLOTS = 1024
 
 
 class PullWorker(KVConnectorWorker):
-    """Released or registered; there is no third state, except that a failed ``restore`` leaves it released."""
+    """Registered: served under ``epoch()``. Released: not served, and nobody holds anything. In between only after a failure: not
+    served, but a peer or the transport may hold something; a release goes on from there, a restore begins anew."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class PullWorker(KVConnectorWorker):
         self._clock = clock
         self._epoch: Epoch | None = None  # of the last registration
         self._registered = False
+        self._may_be_held = False  # by the transport or by a peer: true from the first publication until a release succeeded
         self._geometry: Geometry | None = None
         self._fence: FencePage | None = None
         self._leases: LeaseTable | None = None
@@ -136,21 +138,20 @@ class PullWorker(KVConnectorWorker):
     # ---- sleep and wake ---------------------------------------------------------------------------------------------
 
     def release_kv_caches(self) -> None:
-        if not self._registered:
+        if not self._may_be_held:
             return
         deadline = self._deadline()
-        self._live_reader.release(deadline)
-        if self._owner is None:
-            self._registered = False
-            return
         try:
-            self._owner.withdraw(deadline)
-            self._registered = False
-            self._transport.unpublish()
-            self._pins.check_unpinned()
-        except TorporError:
-            self._serve_again()
+            self._live_reader.release(deadline)
+            if self._owner is not None:
+                self._owner.withdraw(deadline)
+                self._registered = False
+                self._transport.unpublish()
+                self._pins.check_unpinned()
+        except TorporError as error:
+            error.fields["undo_failures"] = self._serve_again()
             raise
+        self._registered = self._may_be_held = False
 
     def restore_kv_caches(self) -> None:
         if not self._registered:
@@ -162,20 +163,24 @@ class PullWorker(KVConnectorWorker):
         """Everything or nothing; a new epoch each time, also after a failure."""
         self._epoch = epoch
         if self._owner is not None:
-            with self._pins.watching():
+            with self._pins.watching(anew=not self._may_be_held):
+                self._may_be_held = True
                 publication = self._transport.publish()
             self._owner.serve(epoch, publication)
         self._live_reader.admit()
-        self._registered = True
+        self._registered = self._may_be_held = True
 
-    def _serve_again(self) -> None:
-        """After a release that failed: nothing was unmapped, so peers may come back, under a new epoch."""
+    def _serve_again(self) -> tuple[str, ...]:
+        """After a release that failed: nothing was unmapped, so peers may come back, under a new epoch. What kept that from
+        working, if anything did."""
         assert self._epoch is not None
         try:
             self._publish(self._epoch.next())
         except TorporError as error:
             self._registered = False
             logger.error("the KV cache is served to nobody until the next wake: %s", error)
+            return (str(error),)
+        return ()
 
     # ---- how it is --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class MemoryConfig:
     extent_bytes: int = 64 << 20  # size of one physical piece; rounded up to the driver's granularity
     chunk_bytes: int = 2 << 20  # what one content hash covers (M7)
     host_limit_bytes: int | None = None  # cap on host images; None: what the machine and its cgroup have free
-    copy_threads: int | None = None  # None: half the cores this process may use, at most 8
+    copy_threads: int | None = None  # None: the cores this process may use, at most 8
 
     def __post_init__(self) -> None:
         _check(self.device >= 0, "device", self.device, "must be 0 or more")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torpor.errors import HookError
+from torpor.errors import HookError, TorporError
 
 HookFunction = Callable[[], None]
 
@@ -34,6 +34,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []  # oldest first; replaced, never changed, so readers need no lock
+        self._away: frozenset[Hook] = frozenset()  # let go, or failed to come back; likewise
         self._orders = itertools.count()
 
     def register(self, tag: str, before: HookFunction | None, after: HookFunction | None, name: str) -> Callable[[], None]:
@@ -43,19 +44,26 @@ class Hooks:
 
         def unregister() -> None:
             self._hooks = [h for h in self._hooks if h is not hook]
+            self._away -= {hook}
 
         return unregister
 
     def clear(self) -> None:
         self._hooks = []
+        self._away = frozenset()
 
     def count(self, tag: str) -> int:
         return sum(h.tag == tag for h in self._hooks)
 
+    def away(self, tag: str) -> int:
+        """How many hooks of ``tag`` let go and have not come back: a wake that covers the tag calls them."""
+        return sum(h.tag == tag for h in self._away)
+
     def release(self, tags: Iterable[str]) -> list[Hook]:
         """before_unmap of every hook of ``tags``, newest first across tags; gives back those that ran, in that order (M2).
 
-        When one raises, those that ran are undone. HookError then, fields: hook, tag, phase, undo_failures.
+        When one raises, those that ran are undone, and it must be as before itself; it says that it is not by an error with the
+        field ``undo_failures``. HookError then, fields: hook, tag, phase, undo_failures.
         """
         wanted, ran = set(tags), list[Hook]()
         for hook in [h for h in reversed(self._hooks) if h.tag in wanted]:
@@ -63,32 +71,40 @@ class Hooks:
                 if hook.before_unmap is not None:
                     hook.before_unmap()
             except BaseException as error:
-                failures = self.undo(ran)
+                failures = self._own_failures(hook, error) + self.undo(ran)
                 if not isinstance(error, Exception):
                     raise
                 raise _error(HookFailure(hook, error), "before_unmap", "nothing was unmapped", undo_failures=failures) from error
             ran.append(hook)
+            self._away |= {hook}
         return ran
 
     def undo(self, released: list[Hook]) -> tuple[str, ...]:
         """after_map of hooks that ``release`` gave back, the last to let go first. Failures are named; the next wake retries."""
-        return tuple(str(f) for f in _run_after(reversed(released)))
+        return tuple(str(f) for f in self._run_after(reversed(released)))
 
     def restore(self, tags: Iterable[str]) -> list[HookFailure]:
         """after_map of every hook of ``tags``, oldest first; one that fails does not stop the others (M3)."""
         wanted = set(tags)
-        return _run_after(h for h in self._hooks if h.tag in wanted)
+        return self._run_after(h for h in self._hooks if h.tag in wanted)
 
+    def _run_after(self, hooks: Iterable[Hook]) -> list[HookFailure]:
+        failures = []
+        for hook in list(hooks):
+            try:
+                if hook.after_map is not None:
+                    hook.after_map()
+                self._away -= {hook}
+            except Exception as error:
+                self._away |= {hook}
+                failures.append(HookFailure(hook, error))
+        return failures
 
-def _run_after(hooks: Iterable[Hook]) -> list[HookFailure]:
-    failures = []
-    for hook in list(hooks):
-        try:
-            if hook.after_map is not None:
-                hook.after_map()
-        except Exception as error:
-            failures.append(HookFailure(hook, error))
-    return failures
+    def _own_failures(self, hook: Hook, error: BaseException) -> tuple[str, ...]:
+        found = tuple(error.fields.get("undo_failures", ())) if isinstance(error, TorporError) else ()
+        if found:
+            self._away |= {hook}
+        return tuple(f"{hook.name}: {text}" for text in found)
 
 
 def restore_error(failures: list[HookFailure], report: object) -> HookError:

@@ -54,8 +54,7 @@ class _Job:
         self.segment = segment
         self.image = image
         self.live = segment.live(image.chunk_bytes)
-        self.hashes: Hashes = np.zeros_like(image.hashes)
-        self.dirty: Mask = np.zeros_like(image.valid)
+        self.todo: Mask = self.live.copy()
         self.copied_bytes = 0
 
 
@@ -78,15 +77,13 @@ class ImageStore:
         what was valid and unchanged still is. StateError when somebody keeps writing while it copies.
         """
         with phases("commit"):
-            self._provide(segments)
+            self.provide(segments)
         jobs = [_Job(s, _image_of(s)) for s in segments]
-        with phases("hash"):
-            for job in jobs:
-                job.hashes = self._hash(job.segment.address, job.image, job.live)
-                job.dirty = job.live & ~(job.image.valid & (job.image.hashes == job.hashes))
         for _ in range(COPY_ROUNDS):
-            self._copy_and_check(jobs, phases)
-            if not any(job.dirty.any() for job in jobs):
+            with phases("save"):
+                for job in jobs:
+                    self._save(job)
+            if not any(job.todo.any() for job in jobs):
                 break
         else:
             raise self._unsteady(jobs)
@@ -101,13 +98,9 @@ class ImageStore:
         for segment, live in todo:
             if not _image_of(segment).valid[live].all():
                 raise BugError(f"the image of a region of tag {segment.tag!r} is not complete", tag=segment.tag)
-        with phases("copy"):
-            spans = [(dst, src, n) for s, live in todo for src, dst, n in self._spans(s, live)]
-            self._device.copy("to_device", spans, self._threads)
-        with phases("verify"):
+        with phases("restore"):
             for segment, live in todo:
-                image = _image_of(segment)
-                self._require_equal(segment, self._hash(segment.address, image, live), live)
+                self._restore(segment, live)
         return {s: _image_of(s).bytes_in(live) for s, live in todo}
 
     def release(self, segment: Segment) -> None:
@@ -145,7 +138,7 @@ class ImageStore:
 
     # ---- memory ------------------------------------------------------------------------------------------------------------
 
-    def _provide(self, segments: Sequence[Segment]) -> None:
+    def provide(self, segments: Sequence[Segment]) -> None:
         """Memory for every live chunk of the segments' images, or HostMemoryError with nothing changed."""
         self._require_room(segments)
         made: list[Segment] = []
@@ -211,34 +204,34 @@ class ImageStore:
 
     # ---- bytes -------------------------------------------------------------------------------------------------------------
 
-    def _copy_and_check(self, jobs: list[_Job], phases: Phases) -> None:
-        """One round: copies dirty chunks, believes those whose copy has the hash of the source; the rest stays dirty."""
-        with phases("copy"):
-            for job in jobs:
-                job.image.valid &= ~job.dirty
-                job.copied_bytes += job.image.bytes_in(job.dirty)
-            spans = [(dst, src, n) for job in jobs for dst, src, n in self._spans(job.segment, job.dirty)]
-            if spans:
-                self._device.copy("to_host", spans, self._threads)
-        with phases("verify"):
-            for job in jobs:
-                self._believe(job)
-
-    def _believe(self, job: _Job) -> None:
+    def _save(self, job: _Job) -> None:
+        """One round: copies chunks whose image is not right, and believes those whose copy has the hash of the source; the rest
+        stays to do. DeviceError when a copy is wrong and its source did not change."""
         image = job.image
-        copied = self._hash(self._arena_memory().address + image.offset, image, job.dirty, on_host=True)
-        right = job.dirty & (copied == job.hashes)
-        image.hashes[right] = job.hashes[right]
+        was_valid, known = image.valid.copy(), image.hashes.copy()
+        source, copied = self._device.save_chunks(
+            *self._place_of(job.segment), wanted=job.todo, valid=image.valid, known=image.hashes, threads=self._threads
+        )
+        dirty = job.todo & ~image.valid
+        job.copied_bytes += image.bytes_in(dirty & ~(was_valid & (known == source)))
+        right = dirty & (copied == source)
+        image.hashes[right] = source[right]
         image.valid |= right
-        job.dirty &= ~right
-        if job.dirty.any():
-            now = self._hash(job.segment.address, image, job.dirty)
-            if (now == job.hashes)[job.dirty].any():
-                raise DeviceError(f"copying tag {job.segment.tag!r} to the host changed its bytes", operation="copy", code=0)
-            job.hashes[job.dirty] = now[job.dirty]
+        job.todo = dirty & ~right
+        if job.todo.any() and (self._hash(job.segment.address, image, job.todo) == source)[job.todo].any():
+            raise DeviceError(f"copying tag {job.segment.tag!r} to the host changed its bytes", operation="copy", code=0)
+
+    def _restore(self, segment: Segment, live: Mask) -> None:
+        arrived = self._device.restore_chunks(*self._place_of(segment), wanted=live, threads=self._threads)
+        self._require_equal(segment, arrived, live)
+
+    def _place_of(self, segment: Segment) -> tuple[int, int, int, int]:
+        """Addresses of the region and of its image, bytes of both, bytes of a chunk."""
+        image = _image_of(segment)
+        return segment.address, self._arena_memory().address + image.offset, image.nbytes, image.chunk_bytes
 
     def _unsteady(self, jobs: list[_Job]) -> StateError:
-        tags = sorted({job.segment.tag for job in jobs if job.dirty.any()})
+        tags = sorted({job.segment.tag for job in jobs if job.todo.any()})
         message = f"tags {tags} are being written while their images are made; stop what writes, in a before_unmap hook"
         return StateError(message, state="resident", tags=tags)
 
@@ -248,20 +241,12 @@ class ImageStore:
             message = f"{wrong} chunks of tag {segment.tag!r} are not what was put to sleep; discard the tag and fill it anew"
             raise DeviceError(message, operation="restore", code=0, tag=segment.tag, chunks=wrong)
 
-    def _hash(self, address: int, image: Image, mask: Mask, *, on_host: bool = False) -> Hashes:
+    def _hash(self, address: int, image: Image, mask: Mask) -> Hashes:
         """Hashes of the chunks in ``mask``; 0 elsewhere."""
         out = np.zeros_like(image.hashes)
         for (start, stop), (offset, size) in zip(runs(mask), image.byte_runs(mask), strict=True):
-            out[start:stop] = self._device.hash_chunks(
-                address + offset, size, image.chunk_bytes, on_host=on_host, threads=self._threads
-            )
+            out[start:stop] = self._device.hash_chunks(address + offset, size, image.chunk_bytes, threads=self._threads)
         return out
-
-    def _spans(self, segment: Segment, mask: Mask) -> list[tuple[int, int, int]]:
-        """(in the arena, in the region, bytes) of the chunks in ``mask``."""
-        image = _image_of(segment)
-        base = self._arena_memory().address + image.offset
-        return [(base + offset, segment.address + offset, size) for offset, size in image.byte_runs(mask)]
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:

@@ -51,15 +51,25 @@ def _device_problems(shared: Shared, segments: Sequence[Segment], owns_device: b
 
 
 def _kernel_problems(segment: Segment, mappings: Sequence[Mapping]) -> list[str]:
-    """A mapped region is tiled by its own memfds, shared and writable; an unmapped one has no file in its range."""
-    end = segment.address + segment.nbytes
-    inside = [m for m in mappings if m.start < end and m.end > segment.address]
+    """A mapped region is tiled by its own extents, memory files or anonymous memory, readable and writable; an unmapped one has
+    neither in its range, but for what the driver refused to take away, which counts as condemned."""
+    start, end = segment.address, segment.address + segment.nbytes
+    inside = [m for m in mappings if m.start < end and m.end > start]
     files = [m for m in inside if m.inode[1]]
-    where = f"region {segment.address:#x} of {segment.tag!r}"
+    anonymous = [] if segment.owner.settings.guarded else [m for m in inside if not m.inode[1] and m.permissions != "---p"]
+    where = f"region {start:#x} of {segment.tag!r}"
     if not segment.mapped:
-        return [f"{where} is asleep, yet the kernel maps a file there"] if files else []
-    covered = sum(min(m.end, end) - max(m.start, segment.address) for m in files if m.permissions == "rw-s")
-    expected = {(e.device_id, e.inode) for e in segment.region.extents()}
-    if covered != segment.nbytes or {m.inode for m in files} != expected:
+        there = _bytes_within(files + anonymous, start, end)
+        return [f"{where} is asleep, yet the kernel maps memory there"] if there > segment.region.condemned_bytes else []
+    extents = segment.region.extents()
+    in_files = sum(e.nbytes for e in extents if e.inode)
+    seen = _bytes_within([m for m in files if m.permissions == "rw-s"], start, end)
+    seen_anonymous = _bytes_within([m for m in anonymous if m.permissions == "rw-p"], start, end)
+    known = {m.inode for m in files} == {(e.device_id, e.inode) for e in extents if e.inode}
+    if not known or (seen, seen_anonymous) != (in_files, segment.nbytes - in_files):
         return [f"{where} is mapped, yet the kernel does not map its {segment.nbytes} bytes there"]
     return []
+
+
+def _bytes_within(mappings: Sequence[Mapping], start: int, end: int) -> int:
+    return sum(min(m.end, end) - max(m.start, start) for m in mappings)

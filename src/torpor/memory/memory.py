@@ -107,6 +107,18 @@ class Memory:
             for segment in pool.segments:
                 segment.stale = False
 
+    def prepare_images(self, policies: Mapping[str, str] | None = None) -> int:
+        """Takes the host memory that a sleep with these policies needs for images now, off its path; the bytes taken.
+
+        As much as the tensors of the tags that go to the host: the first sleep then takes no longer than those after it. A
+        discard and ``release_images`` give it back. Errors are those of ``sleep``; HostMemoryError: nothing was taken.
+        """
+        with self._shared.structure():
+            before = self._shared.images.committed_bytes
+            hosts = [move.pool for move in self._moves(policies) if move.policy == "host"]
+            self._shared.images.provide([s for pool in hosts for s in pool.mapped_segments() if not s.stale])
+            return self._shared.images.committed_bytes - before
+
     def release_images(self, tag: str) -> int:
         """Gives back the host memory of images that a resident tag retains; the bytes. StateError while they are the content."""
         with self._shared.structure():

@@ -96,6 +96,7 @@ class Pool:
             image_bytes=sum(s.image_bytes for s in segments),
             exported=any(s.exported for s in segments),
             hooks=self._shared.hooks.count(self.tag),
+            hooks_away=self._shared.hooks.away(self.tag),
         )
 
     # ---- for the memory layer, under its lock ------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ LOCK_POLL_S = 0.02
 
 
 def default_copy_threads() -> int:
-    """Half the cores this process may use: the others go on computing."""
-    return max(1, min(MAX_DEFAULT_THREADS, usable_cores() // 2))
+    """All cores this process may use: whoever computes with the memory waits meanwhile. Eight saturate any memory bus."""
+    return min(MAX_DEFAULT_THREADS, usable_cores())
 
 
 class Shared:

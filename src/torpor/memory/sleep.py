@@ -1,8 +1,8 @@
 """The sleep transaction: hooks let go, images are made and checked, memory is unmapped, images nobody needs are dropped.
 
 Everything before the unmap is undone when it fails. The unmap itself is one batch; when the driver refuses half way the pools are
-in a named state (PARTIAL, or resident with their hooks released) that the same sleep, or a wake, leaves again. It is not rolled
-back: that would be a wake under a driver that has just failed, without the checks and the reports of one.
+in a named state (PARTIAL, or some asleep and the others as before, their hooks undone) that the same sleep, or a wake, leaves
+again. It is not rolled back: that would be a wake under a driver that has just failed, without the checks and the reports of one.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class Sleep:
 
     def run(self) -> SleepReport:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
-        traces = self._prepare(unmaps)
-        self._unmap(unmaps)
+        released, traces = self._prepare(unmaps)
+        self._unmap(unmaps, released)
         self._drop_images()
         with self._phases("account"):
             accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._shared.on_host)
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
         return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
 
-    def _prepare(self, unmaps: list[Move]) -> list[Traces]:
+    def _prepare(self, unmaps: list[Move]) -> tuple[list[Hook], list[Traces]]:
         """All that can be undone: M2, M4."""
         losing = [m.pool.tag for m in unmaps if m.pool.mapped_segments()]
         with self._phases("hooks"):
             released = self._shared.hooks.release(losing)
         try:
             self._save_images(unmaps)
-            return [_traces(m.pool) for m in unmaps]
+            return released, [_traces(m.pool) for m in unmaps]
         except BaseException as error:
             self._undo(released, error)
             raise
@@ -99,7 +99,7 @@ class Sleep:
         for move in hosts:
             move.copied_bytes = sum(copied.get(s, 0) for s in move.pool.segments)
 
-    def _unmap(self, unmaps: list[Move]) -> None:
+    def _unmap(self, unmaps: list[Move], released: list[Hook]) -> None:
         """What the tags' content is, is said before the memory goes: whatever interrupts this, nothing lost counts as valid."""
         for move in unmaps:
             move.unmapped = move.pool.mapped_segments()
@@ -114,7 +114,10 @@ class Sleep:
                 self._shared.device.unmap([s.region for m in unmaps for s in m.pool.segments])
         except TorporError as error:
             _take_stock(unmaps, was_lost, was_stale)
-            raise _half_way(unmaps, error) from error
+            failure = _half_way(unmaps, error)
+            whole = {m.pool.tag for m in unmaps if m.pool.residency is Residency.RESIDENT}
+            self._undo([hook for hook in released if hook.tag in whole], failure)
+            raise failure from error
         for move in unmaps:
             move.pool.slept = True
             _mark_unmapped(move.unmapped)

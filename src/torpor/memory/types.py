@@ -50,6 +50,7 @@ class TagStats:
     image_bytes: int  # content held in host images
     exported: bool
     hooks: int
+    hooks_away: int = 0  # of them, how many let go, or failed to come back: wake the tag, also if it is resident
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class TagSleepReport:
 class SleepReport:
     tags: tuple[TagSleepReport, ...]
     seconds: float
-    phases_s: dict[str, float] = field(default_factory=dict)  # hooks, hash, commit, copy, verify, unmap, account
+    phases_s: dict[str, float] = field(default_factory=dict)  # hooks, commit, save (hash, copy, check), unmap, account
 
     @property
     def unmapped_bytes(self) -> int:
@@ -118,7 +119,7 @@ class TagWakeReport:
 class WakeReport:
     tags: tuple[TagWakeReport, ...]
     seconds: float
-    phases_s: dict[str, float] = field(default_factory=dict)  # create_map, copy, verify, hooks
+    phases_s: dict[str, float] = field(default_factory=dict)  # create_map, restore (copy, check), hooks
 
     @property
     def noop(self) -> bool:

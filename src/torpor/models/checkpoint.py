@@ -24,6 +24,9 @@ from torpor.models.hardware import usable_cores
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_NAME = 255  # of a file
+_MAX_DIMS = 16
+_SMALL = 1 << 20  # parameters
 _CHUNK_BYTES = 16 << 20
 _MAX_READERS = 8
 
@@ -67,6 +70,10 @@ class Checkpoint:
                 totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.nbytes
         return max(totals, key=lambda dtype: totals[dtype], default=torch.float32)
 
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
+
     def digest(self) -> str:
         """Hash of every byte of every file: changes when any weight does. Reads all files, several chunks at a time."""
         return hash_files(self.files)
@@ -101,6 +108,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(files, entries, sign_files(files))
 
 
+def check_size(model: Any, num_stored: int, path: Path) -> None:
+    """ModelError when the configuration describes a model far larger than its weights are, before there is memory for one.
+    Smaller differences are found, and told by name, when the weights are read."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > 2 * num_stored + _SMALL:
+        raise ModelError(
+            f"{path}: the configuration describes a model of {parameters} parameters, the weights are {num_stored}",
+            path=str(path),
+        )
+
+
 def sign_files(files: Iterable[Path]) -> tuple[tuple[int, int, int], ...]:
     try:
         return tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in files))
@@ -129,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or ModelError naming the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not readable as JSON: {error}", path=str(path)) from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}", path=str(path))
@@ -158,9 +176,9 @@ def _indexed_files(folder: Path, index: Path) -> tuple[Path, ...]:
         raise ModelError(f"{index}: has no weight_map", path=str(index))
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{index}: names the file {name!r}, which is not in its own folder", path=str(index))
-        if not (folder / name).exists():
+        if not name or len(name) > _MAX_NAME or Path(name).name != name:
+            raise ModelError(f"{index}: names the file {name[:_MAX_NAME]!r}, which is not in its own folder", path=str(index))
+        if not (folder / name).is_file():
             raise ModelError(f"{folder / name}: missing; {INDEX_NAME} names it", path=str(folder / name))
     return tuple(folder / name for name in names)
 
@@ -168,7 +186,9 @@ def _indexed_files(folder: Path, index: Path) -> tuple[Path, ...]:
 def _read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         return _parse_header(file)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}", path=str(file)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file}: damaged safetensors header: {error}", path=str(file)) from error
 
 
@@ -197,10 +217,12 @@ def _parse_entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> Tenso
     dtype = _DTYPES.get(raw["dtype"])
     if dtype is None:
         raise ModelError(f"{file}: tensor {name!r} has dtype {raw['dtype']}, which is not supported", path=str(file))
-    shape = tuple(int(n) for n in raw["shape"])
-    begin, end = (int(n) for n in raw["data_offsets"])
+    shape, offsets = raw["shape"], raw["data_offsets"]
+    if len(shape) > _MAX_DIMS or len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *offsets)):
+        raise ValueError(f"tensor {name!r} has a shape or offsets that are not numbers of a file")
+    shape, (begin, end) = tuple(shape), offsets
     nbytes = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
+    if end - begin != nbytes:
         raise ValueError(f"tensor {name!r} of shape {list(shape)} does not take bytes {begin} to {end}")
     return TensorEntry(file, base + begin, nbytes, dtype, shape)
 

@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from torpor.errors import ModelError
-from torpor.models.checkpoint import hash_files, open_checkpoint, read_json
+from torpor.models.checkpoint import check_size, hash_files, open_checkpoint, read_json
 from torpor.models.gguf_header import GgufSummary, check_gguf
 from torpor.models.quiet import quiet_transformers
 
@@ -115,19 +115,27 @@ def _convert_into(folder: Path, path: Path, source_hash: str, summary: GgufSumma
 
 
 def _run_conversion(path: Path, work: Path, summary: GgufSummary, progress: Progress) -> None:
+    with quiet_transformers():
+        model, tokenizer = _read(path, summary, progress)
+        _strip_quantization(model)
+        progress("writing the converted model", 0.9)
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+
+
+def _read(path: Path, summary: GgufSummary, progress: Progress) -> tuple[Any, Any]:
+    """Model and tokenizer. ModelError for whatever is wrong: the file is all that is looked at."""
     dtype = torch.float32 if summary.num_parameters * 4 <= _FLOAT32_LIMIT_BYTES else torch.bfloat16
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     parent = str(path.parent)
     try:
-        with quiet_transformers(), _read_once(summary.num_tensors, progress):
+        with _read_once(summary.num_tensors, progress):
             config = AutoConfig.from_pretrained(parent, **where)
+            with torch.device("meta"):
+                check_size(AutoModelForCausalLM.from_config(config), summary.num_parameters, path)
             model = AutoModelForCausalLM.from_pretrained(parent, config=config, dtype=dtype, **_dequantize(), **where)
-            tokenizer = AutoTokenizer.from_pretrained(parent, **where)
-            _strip_quantization(model)
-            progress("writing the converted model", 0.9)
-            model.save_pretrained(work)
-            tokenizer.save_pretrained(work)
-    except OSError:
+            return model, AutoTokenizer.from_pretrained(parent, **where)
+    except ModelError:
         raise
     except Exception as error:  # transformers raises whatever its parsing meets
         raise ModelError(

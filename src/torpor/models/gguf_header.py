@@ -30,6 +30,7 @@ _SCALARS = {
     11: "q",
     12: "d",
 }  # value type -> struct format
+_INTEGERS = (0, 1, 2, 3, 4, 5, 10, 11)
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 8
 
@@ -60,6 +61,7 @@ class _Walker:
         self._at = 4
         self._alignment = 32
         self._architecture = ""
+        self._layers = 0
 
     def walk(self) -> GgufSummary:
         version = self._scalar("I")
@@ -70,9 +72,15 @@ class _Walker:
             self._pair()
         infos = [self._tensor_info() for _ in range(num_tensors)]
         base = -(-self._at // self._alignment) * self._alignment
-        for name, offset, nbytes, _ in infos:
-            if base + offset + nbytes > len(self._data):
-                self._fail(f"tensor {name!r} ends at byte {base + offset + nbytes}, the file at {len(self._data)}: truncated")
+        if self._layers > num_tensors:
+            self._fail(f"it names {self._layers} layers and has {num_tensors} tensors")
+        end = 0
+        for name, offset, nbytes, _ in sorted(infos, key=lambda info: info[1:3]):
+            if offset < end:  # a small file could make any number of large tensors
+                self._fail(f"tensor {name!r} shares its bytes with another")
+            end = offset + nbytes
+            if base + end > len(self._data):
+                self._fail(f"tensor {name!r} ends at byte {base + end}, the file at {len(self._data)}: truncated")
         return GgufSummary(self._architecture, num_tensors, sum(info[3] for info in infos))
 
     def _fail(self, reason: str) -> None:
@@ -105,6 +113,8 @@ class _Walker:
                 self._fail(f"alignment {self._alignment} is not a power of two")
         elif key == "general.architecture" and kind == _STRING:
             self._architecture = self._string()
+        elif key.endswith(".block_count") and kind in _INTEGERS:
+            self._layers = max(self._layers, self._scalar(_SCALARS[kind]))
         else:
             self._value(key, kind)
 

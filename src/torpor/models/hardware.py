@@ -27,6 +27,11 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
     return max(0, min([_meminfo_available(root), *left]))
 
 
+def is_amd(root: Path = _ROOT) -> bool:
+    """Whether the cores are AMD's: MKL is Intel's, and chooses among its kernels by the vendor."""
+    return "AuthenticAMD" in (_read(root / "proc/cpuinfo") or "")
+
+
 def has_bf16_units(root: Path = _ROOT) -> bool:
     """True when the cores multiply bfloat16 themselves; elsewhere it is emulated and slower than float32."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():

@@ -14,8 +14,11 @@ from torpor.errors import ModelError
 from torpor.kvcache.types import KVCacheSpec
 from torpor.models.architecture import Geometry, build_skeleton, probe
 from torpor.models.attention import AttentionBackend, StepContext, get_backend, interface
+from torpor.models.checkpoint import check_size
 from torpor.models.config import ModelConfig
 from torpor.models.dtypes import choose_dtype, dtype_name
+from torpor.models.hardware import is_amd
+from torpor.models.linear import use_few_tokens_linear
 from torpor.models.placement import compute_buffers, place_tensors
 from torpor.models.source import ResolvedModel
 from torpor.models.weights import WeightSource, choose_source
@@ -111,6 +114,10 @@ def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory) -> 
     backend = get_backend(config.attention_backend, device_type)
     dtype = choose_dtype(config.dtype, _stored_dtype(resolved), on_cpu=device_type == "cpu")
     module = build_skeleton(resolved, dtype, config.trust_remote_code)
+    if device_type == "cpu" and dtype == torch.float32 and is_amd():
+        use_few_tokens_linear(module)
+    if resolved.checkpoint is not None:
+        check_size(module, resolved.checkpoint.num_elements, resolved.path / "config.json")
     geometry = probe(module, resolved)
     with torch.no_grad():
         weights = place_tensors(module, dtype, weights_pool, runtime_pool)

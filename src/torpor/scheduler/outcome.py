@@ -36,6 +36,7 @@ class Outcome:
     def take(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineOutput]:
         """New tokens, ends, and what the connector reported."""
         self._counters.steps += 1
+        self._transfers.settle_sent(result)
         outputs: list[EngineOutput] = []
         by_id, step, failed = self._queues.by_id, output.step, result.failed
         for scheduled in output.sequences:
@@ -50,7 +51,7 @@ class Outcome:
                 outputs.append(self._fail(seq, failed[request_id]))
             elif self._advance(seq, scheduled):
                 outputs.append(self._append(seq, result))
-        self._transfers.settle(result)
+        self._transfers.settle_loads(result)
         return outputs
 
     def abandon(self, output: SchedulerOutput) -> None:

@@ -85,17 +85,21 @@ class Transfers:
                 self.cancel(seq)
 
     def cancel(self, seq: Sequence) -> None:
-        """Ask the connector to stop a load; it answers through ``settle``. Repeating does nothing."""
+        """Ask the connector to stop a load; it answers through ``settle_loads``. Repeating does nothing."""
         if self._connector is not None and seq.load is not None and not seq.load.cancelled:
             seq.load.cancelled = True
             self._connector.cancel_load(seq.request_id)
 
-    def settle(self, result: RunnerOutput) -> None:
-        """What the worker side reported. Names of requests that wait for no such report are passed over: they are late
-        echoes."""
+    def settle_sent(self, result: RunnerOutput) -> None:
+        """Hand-offs that the worker side reported as over. To be called before a request of the same step is handed off: what
+        is reported cannot be of that one, though an older one that ``end_hand_offs`` ended may have had its name. Names that
+        wait for no report are passed over: they are late echoes."""
         for request_id in result.finished_sending:
             if seq := self._queues.handed_off.get(request_id):
                 self._free(seq)
+
+    def settle_loads(self, result: RunnerOutput) -> None:
+        """Loads that the worker side reported as over; late echoes are passed over."""
         for request_id in result.failed_recving:
             self._load_ended(request_id, arrived=False)
         for request_id in result.finished_recving:

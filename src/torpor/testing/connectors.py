@@ -64,10 +64,12 @@ class MemoryConnectorWorker(KVConnectorWorker):
         if not self._registered:
             raise StateError("the KV cache is released", state="released")
         for hand_off in metadata.hand_offs:
-            key = (str(self._epoch), hand_off.lease, hand_off.digest)
+            self._sent.add(hand_off.request_id)
+            if hand_off.epoch != str(self._epoch):
+                continue
+            key = (hand_off.epoch, hand_off.lease, hand_off.digest)
             self.shelf[key] = self._stacked()[:, :, list(hand_off.block_ids)].clone()
             self._keys.append(key)
-            self._sent.add(hand_off.request_id)
         for load in metadata.loads:
             (self._received if self._load(load) else self._failed).add(load.request_id)
 

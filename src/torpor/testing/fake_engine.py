@@ -41,6 +41,7 @@ class FakeEngine:
         self._stalled: set[str] = set()
         self._stall_over = asyncio.Event()
         self._sleeps = self._wakes = 0
+        self.silent_for_s = 0.0  # what ``silent_s`` says
         self._info = EngineInfo(
             model_name=model_name,
             model_id=f"{model_name}@0",
@@ -216,6 +217,9 @@ class FakeEngine:
     async def check_health(self) -> None:
         await self._stall("check_health")
         self._enter("check_health")
+
+    def silent_s(self) -> float:
+        return 0.0 if self._state is EngineState.DEAD else self.silent_for_s
 
     async def shutdown(self) -> None:
         self._state = EngineState.DEAD

@@ -7,7 +7,6 @@ window.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -63,21 +62,35 @@ class _SdpaStep(AttentionStep):
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = self._make_plan(window)
+        if len(plan.singles) + len(plan.chunks) == 1:  # it is all of the batch, in its order
+            if plan.singles:
+                return _attend_singles(layer, plan.singles[0], query, kv_cache)
+            return _attend_chunk(layer, plan.chunks[0], query, key, value, kv_cache)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in plan.singles:
-            _attend_singles(layer, group, query, kv_cache, out)
+            out.index_copy_(0, group.rows, _attend_singles(layer, group, query.index_select(0, group.rows), kv_cache))
         for chunk in plan.chunks:
-            _attend_chunk(layer, chunk, query, key, value, kv_cache, out)
+            out[chunk.tokens] = _attend_chunk(layer, chunk, query[chunk.tokens], key, value, kv_cache)
         return out
 
     def _make_plan(self, window: int | None) -> _Plan:
         batch = self._batch
-        groups: dict[int, list[int]] = defaultdict(list)
-        for row in range(batch.num_single):
-            first, last = self._block_range(batch.seq_lens[row], 1, window)
-            groups[(last - first - 1).bit_length()].append(row)  # within a factor of two: at most half of a gather is padding
         chunks = [self._plan_chunk(row, window) for row in range(batch.num_single, len(batch.seq_lens))]
-        return _Plan([self._plan_singles(rows, window) for rows in groups.values()], chunks)
+        return _Plan([self._plan_singles(rows, window) for rows in self._similar_rows(window)], chunks)
+
+    def _similar_rows(self, window: int | None) -> list[list[int]]:
+        """The single-token rows in groups whose longest context is at most twice the shortest: at most half of a gather is
+        padding."""
+        ranges = [self._block_range(seq_len, 1, window) for seq_len in self._batch.seq_lens[: self._batch.num_single]]
+        widths = [last - first for first, last in ranges]
+        groups: list[list[int]] = []
+        widest = 0
+        for row in sorted(range(len(widths)), key=widths.__getitem__, reverse=True):
+            if 2 * widths[row] < widest or not groups:
+                widest = widths[row]
+                groups.append([])
+            groups[-1].append(row)
+        return [sorted(group) for group in groups]
 
     def _block_range(self, seq_len: int, num_tokens: int, window: int | None) -> tuple[int, int]:
         """The blocks [first, last) that the last ``num_tokens`` of a context of ``seq_len`` see."""
@@ -129,37 +142,27 @@ class _SdpaStep(AttentionStep):
         return torch.zeros(visible.shape, dtype=self._dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _attend_singles(
-    layer: AttentionLayer, group: _Singles, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor
-) -> None:
-    count, heads, head_dim = len(group.rows), query.shape[1], query.shape[2]
+def _attend_singles(layer: AttentionLayer, group: _Singles, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    """``query`` holds the group's own tokens."""
+    count, heads, head_dim = query.shape
     kv_heads = kv_cache.shape[3]
     # The query heads of one kv head are its "positions": no copy of K and V per query head.
-    packed = query.index_select(0, group.rows).view(count, kv_heads, heads // kv_heads, head_dim)
-    key, value = (
-        kv_cache[side].index_select(0, group.blocks).view(count, -1, kv_heads, head_dim)[:, group.keep].transpose(1, 2)
-        for side in (0, 1)
-    )
-    attended = _attention(layer, packed, key, value, group.mask, causal=False)
-    out.index_copy_(0, group.rows, attended.reshape(count, heads, head_dim))
+    packed = query.reshape(count, kv_heads, heads // kv_heads, head_dim)
+    gathered = kv_cache.index_select(1, group.blocks).view(2, count, -1, kv_heads, head_dim)
+    key, value = gathered[:, :, group.keep].transpose(2, 3).unbind(0)
+    return _attention(layer, packed, key, value, group.mask, causal=False).reshape(count, heads, head_dim)
 
 
 def _attend_chunk(
-    layer: AttentionLayer,
-    chunk: _Chunk,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+    layer: AttentionLayer, chunk: _Chunk, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+) -> torch.Tensor:
+    """``query`` holds the chunk's own tokens, ``key`` and ``value`` those of the whole batch."""
     if chunk.blocks is None:
         key, value = key[chunk.tokens], value[chunk.tokens]
     else:
-        key, value = (kv_cache[side].index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for side in (0, 1))
-    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (query[chunk.tokens], key, value))
-    attended = _attention(layer, query, key, value, chunk.mask, causal=chunk.mask is None)
-    out[chunk.tokens] = attended[0].transpose(0, 1)
+        key, value = kv_cache.index_select(1, chunk.blocks).flatten(1, 2)[:, : chunk.length].unbind(0)
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    return _attention(layer, query, key, value, chunk.mask, causal=chunk.mask is None)[0].transpose(0, 1)
 
 
 def _attention(
