@@ -12,8 +12,9 @@ Side by side, in one process, with the same number of threads, on the same sourc
     wake             restores all     against  memcpy into fresh memory
 
 A memcpy is the fastest of three: the native copy engine, torch, and numpy on threads. Fresh memory is asked for in huge pages;
-what it costs in 4 KiB pages is shown beside it. A sleep does more than a memcpy: it hashes what it copies, proves the copy and
-gives the pages back; a wake proves what arrived. All of that is in the times.
+what it costs in 4 KiB pages is shown beside it. Fresh is from the kernel, not from a virtual machine's host (see ``prime``). A
+sleep does more than a memcpy: it hashes what it copies, proves the copy and gives the pages back; a wake proves what arrived.
+All of that is in the times.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Results:
 
     def of_memcpy(self, case: str) -> float:
         return self.median(self.memcpy(BASELINES[case])) / self.median(case)
+
+    def of_small_pages(self, case: str) -> float:
+        """Of a memcpy into fresh memory as malloc gives it."""
+        return self.median("memcpy into 4 KiB pages") / self.median(case)
 
     @property
     def clean_over_copying(self) -> float:
@@ -121,6 +126,7 @@ class Memcpy:
 
 
 def _fresh_then_warm(copy: Callable[[np.ndarray[Any, Any]], None], nbytes: int, huge: bool) -> dict[str, float]:
+    prime(nbytes)
     target = fresh(nbytes, huge)
     return {state: common.timed(lambda: copy(target)) for state in ("fresh", "warm")}
 
@@ -149,14 +155,15 @@ def sleep_and_wake(memory: Memory, results: Results, case: str) -> None:
 def one_round(memory: Memory, tensor: torch.Tensor, memcpy: Memcpy, results: Results) -> None:
     memory.release_images("weights")
     memcpy.measure(results)
+    prime(results.nbytes)
     sleep_and_wake(memory, results, "first sleep")
     tensor[::HUGE] += 1  # a byte of every chunk
     sleep_and_wake(memory, results, "copying sleep")
     sleep_and_wake(memory, results, "clean sleep")
-    if hasattr(memory, "prepare_images"):
-        memory.release_images("weights")
-        results.add("prepare images", common.timed(lambda: memory.prepare_images({"weights": "host"}) and None))
-        sleep_and_wake(memory, results, "prepared sleep")
+    memory.release_images("weights")
+    prime(results.nbytes)
+    results.add("prepare images", common.timed(lambda: memory.prepare_images({"weights": "host"}) and None))
+    sleep_and_wake(memory, results, "prepared sleep")
 
 
 def discards(memory: Memory, results: Results, rounds: int) -> None:
@@ -189,8 +196,9 @@ def measure(nbytes: int, threads: int, rounds: int) -> Results:
     return results
 
 
-def warm_up(nbytes: int) -> None:
-    """The first touch of a virtual machine's memory is paid to its host, once: here, not in what comes first."""
+def prime(nbytes: int) -> None:
+    """A virtual machine's host takes back memory that was free for two seconds, and gives it again at ten times the kernel's
+    price. So as much as comes next is taken and freed just before: everybody pays the kernel, nobody the host."""
     fresh(nbytes)[::4096] = 1
 
 
@@ -238,6 +246,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "seconds": {case: results.of(case) for case in results.seconds},
         "gb_per_s": {case: results.rate(case) for case in results.seconds},
         "part_of_memcpy": {case: results.of_memcpy(case) for case in BASELINES if case in results.seconds},
+        "part_of_memcpy_into_4_kib_pages": {case: results.of_small_pages(case) for case in ("first sleep", "wake")},
         "clean_times_faster_than": {"copying sleep": results.clean_over_copying, "first sleep": results.clean_over_first},
         "phases_s": {case: common.medians(phases) for case, phases in results.phases.items()},
     }
@@ -252,6 +261,11 @@ def goals(reference: Results) -> dict[str, bool]:
         for case, target in BASELINES.items()
         if case in reference.seconds
     }
+    for case in ("first sleep", "wake"):
+        part = reference.of_small_pages(case)
+        reached[f"{case} at {size}: {part:.2f} of memcpy into fresh memory in 4 KiB pages, goal {GOAL_OF_MEMCPY}"] = (
+            part >= GOAL_OF_MEMCPY
+        )
     for other, times in (("copying", reference.clean_over_copying), ("first", reference.clean_over_first)):
         reached[f"clean sleep at {size}: {times:.1f} times as fast as the {other} sleep, goal {GOAL_CLEAN:g}"] = (
             times >= GOAL_CLEAN
@@ -266,7 +280,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     run = common.Run(options.name, f"host driver: sleep and wake against memcpy, {options.threads} threads each")
     sizes = sorted(int(float(size) * GIB) for size in options.sizes.split(","))
-    warm_up(2 * sizes[-1])
+    prime(2 * sizes[-1])
     all_results = [measure(n, options.threads, rounds_of(n, options.rounds)) for n in sizes]
     reference = min(all_results, key=lambda r: abs(r.nbytes - options.reference * GIB))
     show(run, all_results, reference)

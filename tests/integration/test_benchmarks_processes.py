@@ -10,8 +10,6 @@ from typing import Any
 
 import engine_runs  # finds the unit tests' models
 import pytest
-
-# isort: split
 from engine_models import save_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]

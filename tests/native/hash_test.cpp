@@ -134,7 +134,7 @@ TEST(hash_of_a_copy_is_that_of_the_bytes_at_every_length_and_alignment) {
       const Bytes data = pattern(n, n + offset);
       std::memset(target, 0xA5, sizeof target);
       CHECK_EQ(copy_and_hash(target + offset, data.data(), n), by_definition(data));
-      CHECK(std::memcmp(target + offset, data.data(), n) == 0);
+      CHECK(n == 0 || std::memcmp(target + offset, data.data(), n) == 0);  // an empty vector has no address
       CHECK_EQ(int{target[offset + n]}, 0xA5);
     }
   }

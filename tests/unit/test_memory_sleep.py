@@ -360,12 +360,14 @@ def test_m4_somebody_who_keeps_writing_is_told(memory: Memory, device: Device, m
 # ---- M7 ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_m7_only_what_changed_since_its_image_is_copied(memory: Memory) -> None:
+def test_m7_only_what_changed_since_its_image_is_copied(memory: Memory, device: Device) -> None:
     a = filled(memory, "a")
     assert memory.sleep().tags[0].copied_bytes == a.nbytes
     memory.wake()
+    copies = device.fault_calls(Op.COPY)
     clean = memory.sleep().tags[0]
     assert (clean.copied_bytes, clean.image_bytes) == (0, a.nbytes)
+    assert device.fault_calls(Op.COPY) == copies, "what the report says is what the driver did"
     memory.wake()
     a[5] = -1
     a[-1] = -2

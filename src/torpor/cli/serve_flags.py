@@ -88,6 +88,12 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     _flag(
         SLEEP,
         SleepConfig,
+        "prepare_images",
+        "Take the host memory of a sleep's images at start-up, as much as the weights: the first sleep is as fast as later ones.",
+    ),
+    _flag(
+        SLEEP,
+        SleepConfig,
         "while_asleep",
         "What a request meets while the engine sleeps: 503, a wait for the wake, or it wakes the engine.",
     ),
@@ -103,7 +109,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         parse=parse_bytes,
         metavar="SIZE",
     ),
-    _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: half the cores, at most 8."),
+    _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: the usable cores, at most 8."),
     _flag(
         TRANSFER,
         ConnectorConfig,

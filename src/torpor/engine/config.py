@@ -18,6 +18,7 @@ WhileAsleep = Literal["reject", "wait", "wake"]
 class SleepConfig:
     enable_sleep_mode: bool = False  # pools, and a connector that cannot follow is refused at start-up (E4)
     enable_pools: bool = False  # pools only: such a connector is refused by the sleep that would unmap
+    prepare_images: bool = False  # host memory for a sleep's images is taken at start-up: as much as weights and runtime state
     while_asleep: WhileAsleep = "reject"  # what a request meets while the engine sleeps (E10)
     retry_after_s: float = 5.0
     default_deadline_s: float = 60.0  # of a sleep that names none

@@ -101,7 +101,8 @@ class Worker:
         return min(HOST_KV_BYTES, int(HOST_KV_FRACTION * available_memory_bytes()))
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec:
-        """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``). DeviceMemoryError."""
+        """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``), and where so configured the host
+        memory of what goes there in a sleep. DeviceMemoryError, HostMemoryError."""
         if self._runner is not None:
             raise StateError("the KV cache exists already", state="initialized")
         spec = self.model.kv_spec(num_blocks, self.config.cache.block_size)
@@ -109,6 +110,8 @@ class Worker:
         caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
         self._runner = Runner(self.model, caches, spec, self.memory, self.config.scheduler)
         self._kv_caches, self._spec = caches, spec
+        if self.config.sleep.prepare_images:
+            self.memory.prepare_images()
         return spec
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:

@@ -57,7 +57,7 @@ class Hooks:
 
     def away(self, tag: str) -> int:
         """How many hooks of ``tag`` let go and have not come back: a wake that covers the tag calls them."""
-        return sum(h.tag == tag for h in self._away)
+        return sum(h.tag == tag for h in self._hooks if h in self._away)
 
     def release(self, tags: Iterable[str]) -> list[Hook]:
         """before_unmap of every hook of ``tags``, newest first across tags; gives back those that ran, in that order (M2).

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RESERVED_DESCRIPTORS = 256  # for everything but clients
 UNLIMITED = 1 << 16
+NO_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +106,11 @@ class PatientProtocol(H11Protocol):
         self._stop_waiting()
 
     def drop(self) -> None:
-        """Ends the connection at once, whatever is unread. The application sees a client that left."""
+        """Ends the connection at once, and drops what is unread, also in the kernel. The application sees a client that left."""
         self._stop_waiting()
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
         self.transport.abort()
 
     @property
