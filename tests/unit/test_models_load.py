@@ -302,6 +302,15 @@ def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
         resolve_model(ModelConfig(source=str(tmp_path), load_format="random"))
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size"])
+def test_a_size_of_zero_names_the_file_and_the_field(tmp_path: Path, memory: Memory, name: str) -> None:
+    save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: 0}))
+    with pytest.raises(ModelError, match=rf"{name} is 0 in its config\.json"):
+        load(tmp_path, memory)
+
+
 def test_unknown_load_format_and_backend(tmp_path: Path, memory: Memory) -> None:
     save_tiny(tmp_path)
     with pytest.raises(ConfigurationError, match="known: auto, random"):

@@ -20,6 +20,7 @@ from torpor.models.source import ResolvedModel
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _PROBE_TOKENS = 2
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,10 @@ def _check_config(resolved: ResolvedModel) -> None:
         raise _refuse(resolved, "it is an encoder-decoder model")
     if text_config is not config:
         raise _refuse(resolved, "it is a multi-modal model; its text part alone can run if it is saved as a model of its own")
+    for name in _SIZES:
+        size = getattr(config, name, 1)
+        if isinstance(size, int) and size < 1:
+            raise _refuse(resolved, f"{name} is {size} in its config.json")
     if getattr(config, "quantization_config", None) is not None:
         raise _refuse(resolved, "its weights are quantised; unquantised safetensors or GGUF can be loaded")
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
