@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torpor._native import Device, Op
 
 FOR_EVER = 10_000
-FULL = os.environ.get("TORPOR_FAULTS") == "all"
+FULL = os.environ.get("TORPOR_FAULTS") in ("all", "every pair")
+EVERY_PAIR = os.environ.get("TORPOR_FAULTS") == "every pair"
 SEED = int(os.environ.get("TORPOR_FAULTS_SEED", "20"))
 tried = Counter[str]()
 """Points that struck, by table. Printed at the end of the run."""

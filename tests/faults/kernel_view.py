@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 SETTLE_S = 5.0
 Range = tuple[int, int]  # [start, end)
@@ -51,20 +52,21 @@ def resident_elsewhere_bytes(areas: Sequence[Area], ranges: Sequence[Range]) -> 
 
 
 def extent_bytes_alive() -> int:
-    """Memory files of this process's extents that somebody here has open or mapped: physical memory, each counted once."""
+    """Memory files of extents that this process has open or mapped: physical memory, each file counted once."""
     sizes: dict[int, int] = {}
-    for folder in ("/proc/self/fd", "/proc/self/map_files"):
-        try:
-            names = os.listdir(folder)
-        except OSError:  # map_files wants a capability that not every machine gives
-            continue
-        for name in names:
-            try:
-                if os.readlink(f"{folder}/{name}") == EXTENT:
-                    status = os.stat(f"{folder}/{name}")
-                    sizes[status.st_ino] = status.st_size
-            except OSError:  # closed meanwhile
-                continue
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") == EXTENT:
+                status = os.stat(f"/proc/self/fd/{name}")
+                sizes[status.st_ino] = status.st_size
+    with open("/proc/self/maps", "rb") as file:
+        mapped = [line.split(maxsplit=5) for line in file if line.rstrip().endswith(EXTENT.encode())]
+    pieces: dict[int, set[Range]] = {}
+    for span, _, offset, _, inode, _ in mapped:
+        start, end = (int(x, 16) for x in span.split(b"-"))
+        pieces.setdefault(int(inode), set()).add((int(offset, 16), int(offset, 16) + end - start))
+    for inode, parts in pieces.items():
+        sizes.setdefault(inode, max(high for _, high in parts) - min(low for low, _ in parts))
     return sum(sizes.values())
 
 
@@ -82,10 +84,12 @@ class Footprint:
             extent_bytes=extent_bytes_alive(),
         )
 
-    def check_back(self) -> None:
-        """AssertionError when the process has more than it had. Threads that were told to end may take a moment."""
+    def check_back(self, descriptors: int = 0) -> None:
+        """AssertionError when the process has more than it had, and that many descriptors. Threads that were told to end may take
+        a moment."""
         deadline = time.monotonic() + SETTLE_S
-        while (grown := self._grown()) and time.monotonic() < deadline:
+        allowed = replace(self, descriptors=self.descriptors + descriptors)
+        while (grown := allowed._grown()) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
         assert not grown, f"leaked: {grown}"

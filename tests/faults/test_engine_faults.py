@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fault_engine import Engine, Peer, failure_of
-from fault_points import FOR_EVER, FULL, SEED, Point, armed, calls_of, share, singles, tried
+from fault_points import EVERY_PAIR, FOR_EVER, FULL, SEED, Point, armed, calls_of, share, singles, tried
 
 from torpor._native import Device, Op
 from torpor.engine.base import EngineState
@@ -75,7 +75,8 @@ CONNECTORS = ["none", "ipc", "nixl"]
 SINGLES = {"none": 4, "ipc": 2, "nixl": 1}  # of a table, in a bounded run
 PAIRS = {"none": 1, "ipc": 1, "nixl": 1}
 PAIR_TABLES = list(TABLES) if FULL else random.Random(SEED).sample(list(TABLES), 4)
-SECONDS = {"none": 1, "ipc": 1, "nixl": 1}
+FIRSTS = {"none": 40, "ipc": 12, "nixl": 4}  # of a table, in a full run
+SECONDS = {"none": 2, "ipc": 1, "nixl": 1}  # for each of them
 LIMIT_S = 6 * 3600 if FULL else 120
 
 
@@ -127,6 +128,9 @@ class Trial:
         engine = self.engine
         if engine.state is EngineState.ASLEEP:
             engine.wake()
+        if engine.device.stats().condemned_bytes:  # not taken back by the driver twice: the next sleep asks again
+            engine.sleep(policies=dict.fromkeys(("weights", "kv_cache", "runtime"), "host"))
+            engine.wake()
         engine.check_serves(self.unread, self.content)
         engine.release_images()
         engine.check_footprint(self.before)
@@ -154,9 +158,14 @@ def name_of(table: str, engine: Engine, kind: str) -> str:
     return f"{kind}: {table} [{connector_of(engine)}]"
 
 
+def firsts_of(engine: Engine, calls: dict[Op, int], name: str) -> list[Point]:
+    of = FIRSTS if FULL else PAIRS
+    return share(singles(calls), of[connector_of(engine)], name, bounded=not EVERY_PAIR)
+
+
 def seconds_of(engine: Engine, first: Point, made: dict[Op, int], name: str) -> list[Point]:
-    """With a connector, which makes a point several times as long, some at random for each first fault."""
-    return share(singles(made), SECONDS[connector_of(engine)], f"{name} {first}", bounded=engine.peer is not None)
+    """For each first fault some at random, or all."""
+    return share(singles(made), SECONDS[connector_of(engine)] if FULL else 1, f"{name} {first}", bounded=not EVERY_PAIR)
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -179,7 +188,7 @@ def test_m12_a_call_and_its_undo_fail(engine: Engine, table: str) -> None:
     """Two operations in one call: the failure, and what the failure sets off."""
     what = TABLES[table]
     name = name_of(table, engine, "undo")
-    for first in share(singles(Trial(engine, what).calls()), PAIRS[connector_of(engine)], name):
+    for first in firsts_of(engine, Trial(engine, what).calls(), name):
         trial = Trial(engine, what)
         made = calls_of(engine.device, lambda t=trial, p=first: t.strike(what.call, p))
         trial.end()
@@ -195,7 +204,7 @@ def test_m12_a_call_and_the_next_one_fail(engine: Engine, table: str, way: str) 
     what = TABLES[table]
     name = name_of(table, engine, f"then {way}")
     next_call = what.call if way == "again" else what.other
-    for first in share(singles(Trial(engine, what).calls()), PAIRS[connector_of(engine)], name):
+    for first in firsts_of(engine, Trial(engine, what).calls(), name):
         trial = Trial(engine, what)
         trial.strike(what.call, first)
         made = calls_of(engine.device, lambda: next_call(engine))

@@ -14,7 +14,7 @@ from test_reader_faults import linked, pair
 
 from torpor._native import Device, Op
 from torpor.engine.base import EngineState
-from torpor.errors import DeviceError, HookError, SleepAborted, TorporError, TransportError
+from torpor.errors import DeviceError, HookError, TorporError, TransportError
 from torpor.memory import Residency
 
 
@@ -133,18 +133,3 @@ def test_a_link_s_thread_survives_a_driver_that_keeps_its_import(tmp_path: Path)
         assert both.device.stats().live_imports == 0
         assert not [t for t in threading.enumerate() if t.name.startswith("torpor-kv-link")]
         both.both_serve()
-
-
-def test_the_next_sleep_is_not_fooled_by_its_error_s_kind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release that failed once is undone: awake, under a new epoch, and the same sleep works."""
-    assert engine.connector is not None
-    epoch = engine.connector.epoch()
-    with monkeypatch.context() as broken:
-        broken.setattr(engine.connector._pins, "check_unpinned", fail)
-        with pytest.raises(SleepAborted):
-            engine.sleep(level=1)
-    assert engine.state is EngineState.AWAKE
-    assert engine.connector.epoch() != epoch
-    engine.check_serves(None, [])
-    engine.sleep(level=1)
-    engine.check()

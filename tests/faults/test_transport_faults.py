@@ -116,6 +116,13 @@ def test_p2_a_transport_fails_and_its_undo(engine: Engine, breakers: dict[str, B
     run(engine, breakers, call, [{a: n, b: m} for a in every for b in every if a < b for n in (1, 2) for m in (1, 2)])
 
 
+def test_p2_what_could_not_be_let_go_of_is_not_forgotten(engine: Engine, breakers: dict[str, Breaker]) -> None:
+    """NIXL's registration was dropped here although NIXL still had it: the next sleep unmapped under it."""
+    names = [name for _, name in kinds(breakers)]
+    which = names.index("deregister" if "deregister" in names else "unpublish")
+    run(engine, breakers, "sleep level 1", [{which: 1}, {which: 2}])
+
+
 def run(engine: Engine, breakers: dict[str, Breaker], call: str, points: list[dict[int, int]]) -> None:
     before, under_fault = CALLS[call]
     assert engine.peer is not None

@@ -1,12 +1,12 @@
 """Loads damaged model files in a process of its own, so that a crash, a hang or a memory bomb is seen and named.
 
-usage: hostile_files.py KIND SEED COUNT FOLDER     KIND: one of KINDS. Prints one JSON line a case.
+usage: hostile_files.py SEED SCALE CRAFTED_SHARE FOLDER KIND...     Two JSON lines a case: that it begins, and how it ended.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import random
 import resource
 import shutil
 import signal
@@ -20,7 +20,7 @@ from typing import Any
 
 import hostile_kit
 
-KINDS = ("safetensors", "index", "config", "generation", "tokenizer", "gguf")
+COUNTS = {"safetensors": 25, "index": 5, "config": 15, "generation": 5, "tokenizer": 8, "gguf": 12}  # random cases at scale 1
 FILES = {
     "safetensors": "model.safetensors",
     "index": "model.safetensors.index.json",
@@ -135,8 +135,7 @@ def many_tensors_of_the_same_bytes(good: bytes) -> bytes:
     return start + b"\0" * (-len(start) % 32 + mib)
 
 
-def random_cases(kind: str, good: bytes, seed: str, count: int) -> Iterator[Case]:
-    rand = hostile_kit.random.Random(seed)
+def random_cases(kind: str, good: bytes, rand: random.Random, count: int) -> Iterator[Case]:
     for i in range(count):
         data = good
         if kind in ("config", "generation", "index") and rand.random() < 0.5:
@@ -198,30 +197,37 @@ def outcome(folder: Path, kind: str) -> dict[str, Any]:
     return {"result": "loaded", "text": ""}
 
 
-def main(kind: str, seed: str, count: int, model: Path, crafted_share: float) -> None:
+def main(seed: str, scale: float, crafted_share: float, model: Path, kinds: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    good = (model / FILES[kind]).read_bytes()
-    rand = hostile_kit.random.Random(f"{seed}:share")
-    chosen = [case for case in cases(kind, good) if rand.random() < crafted_share]
-    outcome(model, kind)  # imports, and the first allocations
-    for name, data in (*chosen, *random_cases(kind, good, seed, count)):
-        folder = model.parent / f"case-{kind}"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(model, folder)
-        if kind != "index":
-            (folder / FILES["index"]).unlink(missing_ok=True)
-        (folder / FILES[kind]).write_bytes(data)
-        before, begun = peak_mib(), time.monotonic()
-        print(json.dumps({"begins": name}), flush=True)
-        signal.alarm(CASE_S)
-        found = outcome(folder, kind)
-        signal.alarm(0)
-        left = [p.name for p in folder.rglob("cache/models/.*")]
-        found |= {"case": name, "seconds": time.monotonic() - begun, "mib": peak_mib() - before, "left": left}
-        print(json.dumps(found), flush=True)
-        if found["result"] == "fault" and os.environ.get("TORPOR_HOSTILE_KEEP"):
-            shutil.copytree(folder, Path(os.environ["TORPOR_HOSTILE_KEEP"]) / f"{kind}-{name}", dirs_exist_ok=True)
-        shutil.rmtree(folder)
+    for kind in kinds:
+        good = (model / FILES[kind]).read_bytes()
+        rand = random.Random(f"{seed}:{kind}")
+        chosen = [case for case in cases(kind, good) if rand.random() < crafted_share]
+        outcome(model, kind)  # imports, and the first allocations
+        for name, data in (*chosen, *random_cases(kind, good, rand, max(1, round(COUNTS[kind] * scale)))):
+            try_case(model, kind, name, data)
+
+
+def try_case(model: Path, kind: str, name: str, data: bytes) -> None:
+    folder = case_folder(model, kind)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(model, folder)
+    if kind != "index":
+        (folder / FILES["index"]).unlink()
+    (folder / FILES[kind]).write_bytes(data)
+    before, begun = peak_mib(), time.monotonic()
+    print(json.dumps({"begins": f"{kind}: {name}"}), flush=True)
+    signal.alarm(CASE_S)
+    found = outcome(folder, kind)
+    signal.alarm(0)
+    left = [p.name for p in folder.rglob("cache/models/.*")]
+    found |= {"kind": kind, "case": name, "seconds": time.monotonic() - begun, "mib": peak_mib() - before, "left": left}
+    print(json.dumps(found), flush=True)
+    shutil.rmtree(folder)
+
+
+def case_folder(model: Path, kind: str) -> Path:
+    return model.parent / f"case-{kind}"
 
 
 def peak_mib() -> int:
@@ -229,4 +235,4 @@ def peak_mib() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])

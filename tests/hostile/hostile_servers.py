@@ -14,7 +14,7 @@ import hostile_kit  # noqa: F401  (the path of the modules below)
 from engine_models import save_model, tiny_engine
 from starlette.types import ASGIApp
 
-from torpor.engine.client import AsyncEngineClient
+from torpor.engine.client import AsyncEngineClient, InprocEngineClient
 from torpor.engine.frontend import Frontend
 from torpor.server import ServerConfig, create_app
 from torpor.testing.fake_engine import FakeEngine
@@ -74,16 +74,17 @@ def fake_app(engine: FakeEngine, **config: Any) -> AppMaker:
     return make
 
 
-def tiny_app(folder: Path, *, connector: Any = None, server: dict[str, Any] | None = None, **settings: Any) -> AppMaker:
-    """A model of random weights in a core process of its own."""
+def tiny_app(folder: Path, *, in_process: bool = False, **settings: Any) -> AppMaker:
+    """A model of random weights, in a core process of its own or on a thread of this one."""
+    kind = InprocEngineClient if in_process else AsyncEngineClient
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[ASGIApp]:
         if not (folder / "config.json").exists():
             save_model(folder)
-        client = await AsyncEngineClient.start(tiny_engine(folder, connector=connector, **settings), timeout_s=START_S)
+        client = await kind.start(tiny_engine(folder, **settings), timeout_s=START_S)
         try:
-            yield create_app(Frontend.for_client(client), ServerConfig(**(server or {})))
+            yield create_app(Frontend.for_client(client))
         finally:
             await client.shutdown()
 

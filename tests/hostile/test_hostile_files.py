@@ -18,7 +18,6 @@ from tiny_models import save_tiny
 
 pytestmark = pytest.mark.timeout(3600 if hostile_kit.SCALE > 1 else 300)
 MAX_CASE_MIB = 500
-COUNTS = {"safetensors": 25, "index": 5, "config": 15, "generation": 5, "tokenizer": 8, "gguf": 12}
 
 
 @pytest.fixture(scope="module")
@@ -35,33 +34,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", hostile_files.KINDS)
-def test_damage_is_an_error_that_names_the_file(kind: str, model: Path) -> None:
-    hostile_kit.rng(f"files {kind}")
-    share = 1.0 if hostile_kit.SCALE > 1 else 0.4
-    command = [
-        sys.executable,
-        hostile_files.__file__,
-        kind,
-        str(hostile_kit.SEED),
-        str(hostile_kit.scaled(COUNTS[kind])),
-        str(model),
-    ]
+@pytest.fixture(scope="module")
+def outcomes(model: Path) -> list[dict[str, Any]]:
+    hostile_kit.rng("files")
+    share = 1.0 if hostile_kit.SCALE > 1 else 0.4  # of the cases that are always the same
+    arguments = [str(hostile_kit.SEED), str(hostile_kit.SCALE), str(share), str(model), *hostile_files.COUNTS]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(
-        [*command, str(share)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as child:
-        out, err = child.communicate(timeout=3000)
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert child.returncode == 0, f"{lines[-1:]}: the process ended with {child.returncode}\n{err[-2000:]}"
-    found = [line for line in lines if "result" in line]
+    child = subprocess.run(
+        [sys.executable, hostile_files.__file__, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=3000,
+        check=False,
+    )
+    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    assert child.returncode == 0, f"{lines[-1:]}: the process ended with {child.returncode}\n{child.stderr[-2000:]}"
+    return [line for line in lines if "result" in line]
+
+
+@pytest.mark.parametrize("kind", hostile_files.COUNTS)
+def test_damage_is_an_error_that_names_the_file(kind: str, model: Path, outcomes: list[dict[str, Any]]) -> None:
+    found = [case for case in outcomes if case["kind"] == kind]
     assert found
     for case in found:
-        check(kind, case, model.parent / f"case-{kind}")
+        check(case, hostile_files.case_folder(model, kind))
         hostile_kit.tried(f"damaged files, {kind}: {'loaded all the same' if case['result'] == 'loaded' else 'refused'}")
 
 
-def check(kind: str, case: dict[str, Any], folder: Path) -> None:
+def check(case: dict[str, Any], folder: Path) -> None:
     assert case["result"] in ("loaded", "ModelError", "ConfigurationError"), (
         f"{case['case']}: {case['text']}\n{case.get('trace')}"
     )

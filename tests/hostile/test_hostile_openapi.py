@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(3600 if hostile_kit.SCALE > 1 else 120)
 @pytest.fixture(scope="module", params=["fake", "tiny"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     folder: Path = tmp_path_factory.mktemp("model")
-    app = fake_app(FakeEngine("abc")) if request.param == "fake" else tiny_app(folder)
+    app = fake_app(FakeEngine("abc")) if request.param == "fake" else tiny_app(folder, in_process=True)
     with serving(app) as url:
         yield request.param, url
 

@@ -186,3 +186,19 @@ TEST(chunks_where_there_is_no_memory_are_refused) {
                TP_INVALID);
   world.close();
 }
+
+TEST(threads_save_and_restore_beside_each_other) {
+  World world(64);
+  for (uint64_t seed = 1; seed < 6; ++seed) {
+    CHECK_EQ(world.save(8), TP_OK);
+    world.believe();
+    CHECK(world.held() == world.content);
+    std::vector<uint64_t> arrived(world.count, 0);
+    CHECK_EQ(tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, world.wanted.data(), arrived.data(), 8,
+                        nullptr),
+             TP_OK);
+    CHECK(arrived == world.known);
+    world.fill(seed);
+  }
+  world.close();
+}

@@ -54,6 +54,7 @@ class EngineChecks(RuleBasedStateMachine):
         self.calls: list[Call] = []
         self.added = 0
         self.drain_started = 0.0
+        self.wakes_itself = False  # the present wake is that of requests that came while it slept (E10)
         self.faulty = False  # something was told to fail: what the pools are is asked, not predicted
         self.client = self.events.client(self._factory)
         assert self.core.state is S.AWAKE
@@ -98,6 +99,15 @@ class EngineChecks(RuleBasedStateMachine):
         draining = self.draining_for()
         return self.core.state in TURNS_AWAY or (draining is not None and draining.unmaps)
 
+    def called(self, what: str, call: Callable[[], Any], **asked: Any) -> Call:
+        before, draining = self.core.state, self.draining_for()
+        made = self.calling = Call(what=what, ticket=None, asked_in=before, draining=draining, **asked)  # type: ignore[arg-type]
+        made.ticket = call()
+        self.calling = None
+        self.calls.append(made)
+        made.ticket.add_done_callback(lambda _: self.call_ended(made))
+        return made
+
     def open_names(self) -> list[str]:
         return sorted(name for name, stream in self.streams.items() if stream.open)
 
@@ -112,6 +122,13 @@ class EngineChecks(RuleBasedStateMachine):
 
     def _moved(self, state: EngineState) -> None:
         assert state in MOVES[self.states[-1]], f"{self.states[-1]} > {state}"
+        if state is S.WAKING:
+            wakes = [*self.calls, *([self.calling] if self.calling else [])]
+            self.wakes_itself = not any(c.what == "wake" and (c.ticket is None or not c.ticket.done()) for c in wakes)
+        elif self.states[-1] is S.WAKING and self.wakes_itself:
+            assert self.config.sleep.while_asleep == "wake", "it wakes, and nobody has asked for it"
+            count("wake > for a request")
+            self.pools.wake(None)
         self.states.append(state)
         if state is not S.DRAINING or self.client is None:
             return
@@ -181,6 +198,8 @@ class EngineChecks(RuleBasedStateMachine):
         for tag in ("weights", "runtime"):
             assert stats.tag(tag).content is not Content.LOST or tag in asked, f"{tag} is lost, and nobody asked for it (M12)"
         self.pools.look(stats)
+        if self.core.state is S.AWAKE and not stats.condemned_bytes and all(c.ticket.done() for c in self.calls):
+            self.faulty = False
 
     # ---- after every rule ----------------------------------------------------------------------------------------------------
 
@@ -272,9 +291,9 @@ class EngineChecks(RuleBasedStateMachine):
     def _go_home(self) -> None:
         """Whatever happened: one wake, and everybody is served."""
         self._settle()
-        woken = self.core.wake_up()
+        woken = self.called("wake", self.core.wake_up)
         self._settle()
-        assert woken.result(0)["state"] == "awake" == self.core.state.value
+        assert woken.report["state"] == "awake" == self.core.state.value
         assert not self.open_names(), "requests that are never answered"
         for stream in self.streams.values():
             self._check_answer(stream)

@@ -5,14 +5,15 @@ steps, drivers and hooks, restarts; against ``engine_model``. Time and memory tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from actions import Action, action, one_of
 from checked_worker import EOS_IDS
 from engine_checks import EngineChecks
 from engine_model import TAGS, Call, S, policies_of, state_after_resume, state_after_sleep, state_after_wake
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 from step_counter import count_machine, count_step
 
 from torpor._native import Op
@@ -29,6 +30,7 @@ from torpor.testing.driver import Fault
 
 RETRY_S = 7.0
 DEFAULT_DEADLINE_S = 60.0
+STEPS_TO_AN_END = 40
 
 prompts = st.one_of(  # few texts, so that prompts share blocks
     st.builds(lambda length, tail: [*range(length), *tail], st.integers(1, 13), st.lists(st.integers(90, 91), max_size=2)),
@@ -43,6 +45,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), tuple(range(0, 251, 40))]),
 )
+transfers = st.sampled_from([None, None, {"load": 4}, {"hand_off": True}])
 modes = st.sampled_from(["abort", "wait", "keep"])
 policies = st.dictionaries(st.sampled_from(TAGS), st.sampled_from(["keep", "host", "discard"]))
 deadlines = st.sampled_from([None, 0.0, 5.0, 100.0])
@@ -55,6 +58,26 @@ driver_faults = st.none() | st.tuples(
 
 
 BAD_SLEEPS: list[dict[str, Any]] = [{"level": 3}, {"mode": "now"}, {"policies": {"gold": "host"}}, {"deadline_s": -1.0}]
+
+thens = st.sampled_from(["nothing", "a step", "its end", "its end"])
+steps_after = st.integers(0, 5)
+ACTIONS = one_of(
+    action("add", 4, prompt=prompts, sampling=samplings, transfer=transfers, steps=steps_after),
+    action("abort", which=st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+    action("leave", which=st.integers(0, 9)),
+    action("steps", 2, count=st.integers(1, 8)),
+    action("a_step_fails", how=st.sampled_from(["raises", "no token"])),
+    action("peers", ignores=st.booleans(), ends=st.booleans()),
+    action("sleep", 3, level=st.integers(0, 2), asked=st.none() | policies, mode=modes, deadline_s=deadlines, then=thens),
+    action("wake", 3, tags=some_tags, then=thens),
+    action("pause", mode=modes, then=thens),
+    action("resume"),
+    action("release", then=thens),
+    action("a_bad_sleep", bad=st.sampled_from(BAD_SLEEPS)),
+    action("transact", 3, fault=driver_faults, fails=st.sampled_from([None, None, None, "reload", "release", "restore"])),
+    action("time_passes", seconds=st.sampled_from([1.0, 6.0, 70.0])),
+    action("restart"),
+)
 
 
 class EngineMachine(EngineChecks):
@@ -81,11 +104,15 @@ class EngineMachine(EngineChecks):
         )
         self.set_up(config, num_blocks, connected)
 
+    @rule(action=ACTIONS)
+    def act(self, action: Action) -> None:
+        count_step()
+        name, arguments = action
+        getattr(self, name)(**arguments)
+
     # ---- requests ------------------------------------------------------------------------------------------------------------
 
-    @rule(prompt=prompts, sampling=samplings, transfer=st.sampled_from([None, None, {"load": 4}, {"hand_off": True}]))
-    def add(self, prompt: list[int], sampling: SamplingParams, transfer: dict[str, Any] | None) -> None:
-        count_step()
+    def add(self, prompt: list[int], sampling: SamplingParams, transfer: dict[str, Any] | None, steps: int) -> None:
         assert self.client is not None
         self.client.deliver()  # whoever left before
         state, away = self.core.state, self.turns_away()
@@ -107,34 +134,29 @@ class EngineMachine(EngineChecks):
             self.streams[name] = stream
             self.added += 1
         assert self.core.state is state
+        self.steps(steps)
 
-    @rule(data=st.data())
-    def abort(self, data: Any) -> None:
-        count_step()
-        names = data.draw(st.lists(st.sampled_from(self.open_names()), max_size=3)) if self.open_names() else []
+    def abort(self, which: list[int]) -> None:
+        present = self.open_names()
+        names = [present[index % len(present)] for index in which if present]
         for name in names:
             self.streams[name].may_abort = True
         self.core.abort([*names, "nobody"])
 
-    @precondition(lambda self: self.client is not None and self.open_names())
-    @rule(which=st.integers(0))
     def leave(self, which: int) -> None:
-        count_step()
         names = self.open_names()
-        self.streams[names[which % len(names)]].leave()
-        self.events.pump()
+        if names:
+            self.streams[names[which % len(names)]].leave()
+            self.events.pump()
 
-    @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
-        count_step()
         for _ in range(count):
             self.step()
 
-    @precondition(lambda self: self.client is not None and self.core._failed_steps + 1 < MAX_FAILED_STEPS)
-    @rule(how=st.sampled_from(["raises", "no token"]))
     def a_step_fails(self, how: str) -> None:
         """The next one that computes something; not so many in a row that the core ends."""
-        count_step()
+        if self.core._failed_steps + 1 >= MAX_FAILED_STEPS:
+            return
         if how == "raises":
             self.worker.fail_next = DeviceError("told to fail", operation="step")
         else:
@@ -142,11 +164,10 @@ class EngineMachine(EngineChecks):
         self.step()
         self.worker.fail_next, self.worker.fail_samples = None, False
 
-    @precondition(lambda self: self.client is not None and self.connected)
-    @rule(ignores=st.booleans(), ends=st.booleans())
     def peers(self, ignores: bool, ends: bool) -> None:
         """Loads can be cancelled, or cannot; hand-offs are read and loads fail, or do not yet."""
-        count_step()
+        if not self.connected:
+            return
         self.link.ignores_cancels = ignores
         if ends:
             self._end_transfers()
@@ -164,10 +185,9 @@ class EngineMachine(EngineChecks):
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------------------
 
-    @rule(level=st.integers(0, 2), asked=st.none() | policies, mode=modes, deadline_s=deadlines)
-    def sleep(self, level: int, asked: Mapping[str, str] | None, mode: Any, deadline_s: float | None) -> None:
+    def sleep(self, level: int, asked: Mapping[str, str] | None, mode: Any, deadline_s: float | None, then: str) -> None:
         request = SleepRequest(level=level, mode=mode, deadline_s=deadline_s, policies=None if asked is None else dict(asked))
-        call = self._called(
+        call = self.called(
             "sleep",
             lambda: self.core.sleep(request),
             policies=policies_of(level, asked),
@@ -176,47 +196,44 @@ class EngineMachine(EngineChecks):
             deadline_s=DEFAULT_DEADLINE_S if deadline_s is None else deadline_s,
         )
         self._check_sleep(call)
+        self._go_on(call, then)
 
-    @rule(mode=modes)
-    def pause(self, mode: Any) -> None:
-        self._check_sleep(self._called("pause", lambda: self.core.pause(mode), mode=mode, level=0))
+    def pause(self, mode: Any, then: str) -> None:
+        call = self.called("pause", lambda: self.core.pause(mode), mode=mode, level=0)
+        self._check_sleep(call)
+        self._go_on(call, then)
 
-    @rule()
-    def release(self) -> None:
+    def release(self, then: str) -> None:
         discard = {"kv_cache": "discard"}
-        self._check_sleep(self._called("release", self.core.release_kv_cache_memory, policies=discard, mode="wait"))
+        call = self.called("release", self.core.release_kv_cache_memory, policies=discard, mode="wait")
+        self._check_sleep(call)
+        self._go_on(call, then)
 
-    @rule(tags=some_tags)
-    def wake(self, tags: Sequence[str] | None) -> None:
-        before, draining = self.core.state, self.draining_for()
+    def wake(self, tags: Sequence[str] | None, then: str) -> None:
+        before = self.core.state
         sleepers = [c for c in self.calls if c.sleeps and not c.ticket.done()]
-        call = self._called("wake", lambda: self.core.wake_up(tags), tags=tags)
+        call = self.called("wake", lambda: self.core.wake_up(tags), tags=tags)
         self._check_outcome(call, *state_after_wake(before))
         if before is S.DRAINING:
-            assert draining is not None
             for sleeper in sleepers:
                 assert isinstance(sleeper.error, SleepAborted)
                 assert sleeper.error.fields["reason"] == "woken"
+        self._go_on(call, then)
 
-    @rule()
     def resume(self) -> None:
-        before, draining = self.core.state, self.draining_for()
-        call = self._called("resume", self.core.resume)
-        self._check_outcome(call, *state_after_resume(before, draining))
+        call = self.called("resume", self.core.resume)
+        self._check_outcome(call, *state_after_resume(call.asked_in, call.draining))
 
-    @rule(bad=st.sampled_from(BAD_SLEEPS))
     def a_bad_sleep(self, bad: dict[str, Any]) -> None:
-        count_step()
         state = self.core.state
         error = self.core.sleep(SleepRequest(**bad)).exception(0)
         assert isinstance(error, ValueError), error
         assert self.core.state is state
 
-    @precondition(lambda self: self.client is not None and self.background.pending)
-    @rule(fault=driver_faults, fails=st.sampled_from([None, None, None, "reload", "release", "restore"]))
     def transact(self, fault: tuple[Op, int, int] | None, fails: str | None) -> None:
         """The memory transaction runs; the loop takes note in its next step."""
-        count_step()
+        if not self.background.pending:
+            return
         self.faulty |= fault is not None or fails is not None
         with contextlib.ExitStack() as during:
             if fault is not None:
@@ -232,28 +249,22 @@ class EngineMachine(EngineChecks):
             self.link.fail_release = error if what == "release" else None
             self.link.fail_restore = error if what == "restore" else None
 
-    @rule(seconds=st.sampled_from([1.0, 6.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
-        count_step()
         self.clock.advance(seconds)
 
-    @rule()
     def restart(self) -> None:
-        count_step()
         self.shut_down()
         self.boot()
 
-    # ---- calls ---------------------------------------------------------------------------------------------------------------
+    def _go_on(self, call: Call, then: str) -> None:
+        """To the call's end, as far as requests and peers allow."""
+        for _ in range({"nothing": 0, "a step": 1}.get(then, STEPS_TO_AN_END)):
+            if call.ticket.done():
+                return
+            self.background.run()
+            self.step()
 
-    def _called(self, what: str, call: Callable[[], Any], **asked: Any) -> Call:
-        count_step()
-        before, draining = self.core.state, self.draining_for()
-        made = self.calling = Call(what=what, ticket=None, asked_in=before, draining=draining, **asked)  # type: ignore[arg-type]
-        made.ticket = call()
-        self.calling = None
-        self.calls.append(made)
-        made.ticket.add_done_callback(lambda _: self.call_ended(made))
-        return made
+    # ---- calls ---------------------------------------------------------------------------------------------------------------
 
     def _check_sleep(self, call: Call) -> None:
         self._check_outcome(call, *state_after_sleep(call.asked_in, call, call.draining))

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+from actions import Action, action, one_of
 from engine_machine import deadlines, modes, policies, prompts, samplings, some_tags
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pair_sides import HAND_OFF, LEASE_S, Asked, Side
-from step_counter import count_machine, count_step
+from step_counter import count, count_machine, count_step
 
 from torpor._native import Op
 from torpor.engine.base import EngineState, SleepRequest
@@ -42,7 +43,7 @@ SOME = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
 sides = st.sampled_from(["P", "D"])
 FORGERIES = ["epoch", "next epoch", "now", "lease", "blocks", "order", "request", "tokens", "engine", "prompt"]
-forgeries = st.sampled_from([None, None, None, *FORGERIES])
+forgeries = st.sampled_from([*[None] * len(FORGERIES), *FORGERIES])
 
 
 @dataclass
@@ -51,6 +52,28 @@ class HandedOff:
     params: dict[str, Any]
     epoch: str
     alive: bool | None = True  # None: nobody can say
+
+
+ACTIONS = one_of(
+    action("prefill", 4, prompt=prompts, again=st.booleans(), waits=st.sampled_from([True, True, False])),
+    action("read_now", 6, which=st.integers(0, 3), forgery=forgeries),
+    action("read", 2, which=st.integers(0, 6), forgery=forgeries, sampling=samplings),
+    action("ask", prompt=prompts, sampling=samplings, who=sides),
+    action("abort", which=st.lists(st.integers(0, 9), min_size=1, max_size=3), who=sides),
+    action("steps", 2, who=sides, count=st.integers(1, 8)),
+    action("reads_are_slow", slow=st.booleans()),
+    action("time_passes", seconds=st.sampled_from([1.0, 12.0, LEASE_S + 1])),
+    action("sleep", who=sides, level=st.integers(0, 2), asked=st.none() | policies, mode=modes, deadline_s=deadlines),
+    action("fall_asleep", 2, who=sides, level=st.integers(1, 2), mode=modes),
+    action("wake_whole", 3, who=sides),
+    action("nap", 3, who=sides, level=st.integers(1, 2), mode=modes),
+    action("wake", who=sides, tags=some_tags),
+    action("pause", who=sides, mode=modes),
+    action("resume", who=sides),
+    action("release", who=sides),
+    action("transact", 2, who=sides, fault=driver_faults),
+    action("restart", who=sides),
+)
 
 
 class PairMachine(RuleBasedStateMachine):
@@ -70,6 +93,12 @@ class PairMachine(RuleBasedStateMachine):
         self.sides["P"] = Side(self.connector, "producer", self.folder, self.clock, p_blocks, budget, self._handed_off)
         self.sides["D"] = Side(self.connector, "consumer", self.folder, self.clock, d_blocks, budget, self._handed_off)
 
+    @rule(action=ACTIONS)
+    def act(self, action: Action) -> None:
+        count_step()
+        name, arguments = action
+        getattr(self, name)(**arguments)
+
     @property
     def p(self) -> Side:
         return self.sides["P"]
@@ -80,10 +109,8 @@ class PairMachine(RuleBasedStateMachine):
 
     # ---- requests ------------------------------------------------------------------------------------------------------------
 
-    @rule(prompt=prompts, again=st.booleans(), waits=st.booleans())
     def prefill(self, prompt: list[int], again: bool, waits: bool) -> None:
         """``again``: under a name that was used before, as a client that retries does."""
-        count_step()
         name = "again" if again and "again" not in self.p.open() else f"p{next(self.names)}"
         try:
             asked = self.p.add(name, prompt, ONE, dict(HAND_OFF))
@@ -99,11 +126,10 @@ class PairMachine(RuleBasedStateMachine):
         params = asked.end.kv_transfer_params
         self.hand_offs.append(HandedOff(list(asked.prompt), params, params["torpor"]["epoch"]))
 
-    @precondition(lambda self: self.hand_offs)
-    @rule(which=st.integers(0), forgery=forgeries, sampling=samplings)
     def read(self, which: int, forgery: str | None, sampling: SamplingParams) -> None:
         """Asks, and does not wait."""
-        count_step()
+        if not self.hand_offs:
+            return
         hand_off = self._hand_off(which)
         prompt, params = self._forged(hand_off, forgery)
         name = f"d{next(self.names)}"
@@ -115,11 +141,12 @@ class PairMachine(RuleBasedStateMachine):
         hand_off.alive = None if hand_off.alive else False
         self.d.step()
 
-    @precondition(lambda self: self.hand_offs and self.d.awake and not self.p.in_transaction)
-    @rule(which=st.integers(0), forgery=forgeries)
     def read_now(self, which: int, forgery: str | None) -> None:
         """Reads and waits, with nobody else there: then it is known what must come of it."""
-        count_step()
+        if not self.hand_offs:
+            return
+        self.wake_whole("D")
+        self.p.until(lambda: not self.p.in_transaction, "the end of a transaction")
         self.d.until(self.d.at_rest, "the end of everything else")
         self.p.step(2)
         hand_off = self._hand_off(which)
@@ -136,6 +163,7 @@ class PairMachine(RuleBasedStateMachine):
             return
         self.d.until(lambda: asked.end is not None, "an answer", others=self.p.step)
         done, failed, received = (now - then for now, then in zip(self._loads(), before, strict=True))
+        count(f"read {'as it is' if forgery is None else 'forged'} > {'done' if done else 'lost' if failed else 'not wanted'}")
         assert done + failed == int(wanted), f"{forgery}: {done} loads done, {failed} failed, {wanted} wanted"
         assert asked.end is not None
         if wanted and must is not None:
@@ -164,32 +192,23 @@ class PairMachine(RuleBasedStateMachine):
         hand_off.alive = None
         return False
 
-    @rule(prompt=prompts, sampling=samplings, who=sides)
     def ask(self, prompt: list[int], sampling: SamplingParams, who: str) -> None:
         """A request of its own, without a transfer."""
-        count_step()
         side, name = self.sides[who], f"a{next(self.names)}"
         try:
             side.add(name, prompt, sampling, None)
         except (AsleepError, RequestError) as error:
             self._check_refusal(side, error, name)
 
-    @rule(data=st.data(), who=sides)
-    def abort(self, data: Any, who: str) -> None:
-        count_step()
+    def abort(self, which: list[int], who: str) -> None:
         names = self.sides[who].open()
-        if names:
-            self.sides[who].abort(data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)))
+        self.sides[who].abort(sorted({names[index % len(names)] for index in which if names}))
 
-    @rule(who=sides, count=st.integers(1, 8))
     def steps(self, who: str, count: int) -> None:
-        count_step()
         for _ in range(count):
             self.sides[who].step()
 
-    @rule(slow=st.booleans())
     def reads_are_slow(self, slow: bool) -> None:
-        count_step()
         device = self.d.worker.device
         device.__dict__.pop("copy_blocks", None)
         if not slow:
@@ -202,10 +221,8 @@ class PairMachine(RuleBasedStateMachine):
 
         device.copy_blocks = slowly  # type: ignore[method-assign]
 
-    @rule(seconds=st.sampled_from([1.0, 12.0, LEASE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         """Leases end, loads are late."""
-        count_step()
         if not self.p.in_transaction:
             self.p.step()
         self.clock.advance(seconds)
@@ -219,7 +236,6 @@ class PairMachine(RuleBasedStateMachine):
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------------------
 
-    @rule(who=sides, level=st.integers(0, 2), asked=st.none() | policies, mode=modes, deadline_s=deadlines)
     def sleep(self, who: str, level: int, asked: Mapping[str, str] | None, mode: Any, deadline_s: float | None) -> None:
         self._call(
             who,
@@ -229,40 +245,44 @@ class PairMachine(RuleBasedStateMachine):
             aborts=mode == "abort",
         )
 
-    @rule(who=sides, level=st.integers(1, 2), mode=modes)
     def fall_asleep(self, who: str, level: int, mode: Any) -> None:
         """A whole sleep, of an engine that is awake."""
         side = self.sides[who]
         if side.awake:
-            self._call(who, lambda core: core.sleep(SleepRequest(level=level, mode=mode)), aborts=mode == "abort")
-            side.until(lambda: side.state is S.ASLEEP, "a sleep")
+            request = SleepRequest(level=level, mode=mode, deadline_s=1e6)
+            self._call(who, lambda core: core.sleep(request), aborts=mode == "abort")
+            side.until(lambda: side.state is S.ASLEEP, "a sleep", others=self._end_leases_in_the_way)
+            count(f"{who} sleeps")
 
-    @rule(who=sides)
     def wake_whole(self, who: str) -> None:
+        """From wherever it is."""
         side = self.sides[who]
-        if side.state is S.ASLEEP:
-            self._call(who, lambda core: core.wake_up())
-            side.until(lambda: side.awake, "a wake")
+        side.until(lambda: not side.in_transaction, "the end of a transaction")
+        if side.awake:
+            return
+        slept = side.state is S.ASLEEP
+        self._call(who, lambda core: core.wake_up())
+        side.until(lambda: side.awake, "a wake")
+        count(f"{who} wakes" if slept else f"{who} goes on")
 
-    @rule(who=sides, tags=some_tags)
+    def nap(self, who: str, level: int, mode: Any) -> None:
+        self.wake_whole(who)
+        self.fall_asleep(who, level, mode)
+        self.wake_whole(who)
+
     def wake(self, who: str, tags: Sequence[str] | None) -> None:
         self._call(who, lambda core: core.wake_up(tags))
 
-    @rule(who=sides, mode=modes)
     def pause(self, who: str, mode: Any) -> None:
         self._call(who, lambda core: core.pause(mode), aborts=mode == "abort")
 
-    @rule(who=sides)
     def resume(self, who: str) -> None:
         self._call(who, lambda core: core.resume())
 
-    @rule(who=sides)
     def release(self, who: str) -> None:
         self._call(who, lambda core: core.release_kv_cache_memory())
 
-    @rule(who=sides, fault=driver_faults)
     def transact(self, who: str, fault: tuple[Op, int, int] | None) -> None:
-        count_step()
         side = self.sides[who]
         with contextlib.ExitStack() as during:
             if fault is not None and side.background.pending:
@@ -272,14 +292,11 @@ class PairMachine(RuleBasedStateMachine):
         side.step()
         self._look_at_epochs()
 
-    @rule(who=sides)
     def restart(self, who: str) -> None:
-        count_step()
         self.sides[who].restart()
         self._look_at_epochs()
 
     def _call(self, who: str, call: Any, *, aborts: bool = False) -> None:
-        count_step()
         side = self.sides[who]
         open_before = side.open()
         if aborts:
@@ -330,6 +347,13 @@ class PairMachine(RuleBasedStateMachine):
             case "prompt":
                 prompt[0] += 1
         return prompt, params
+
+    def _end_leases_in_the_way(self) -> None:
+        """P's requests wait for blocks that hand-offs have, and nobody reads those now."""
+        if self.p.waits_for_readers():
+            self.clock.advance(LEASE_S + 1)
+            for hand_off in self.hand_offs:
+                hand_off.alive = None if hand_off.alive else hand_off.alive
 
     def _look_at_epochs(self) -> None:
         for hand_off in self.hand_offs:
@@ -383,12 +407,11 @@ class PairMachine(RuleBasedStateMachine):
         """Whatever happened: both wake, everybody is answered, nothing stays held, and the pair works."""
         self.reads_are_slow(False)
         for side in (self.p, self.d):
-            side.until(lambda side=side: side.state in (S.ASLEEP, S.AWAKE, S.PAUSED) and not side.background.pending, "rest")
-            side.tickets.append(side.core.wake_up())
-        expired = lambda: self.clock.advance(LEASE_S + 1)  # noqa: E731
-        self.d.until(lambda: self.d.awake and self.d.at_rest(), "rest")
-        self.p.until(lambda: self.p.awake and self.p.at_rest(), "rest", others=expired)
-        self.p.until(lambda: not self.p.core.scheduler.has_hand_offs, "the end of every lease", others=expired)
+            self.wake_whole(side.name)
+            side.until(lambda side=side: side.awake and side.at_rest(), "rest", others=self._end_leases_in_the_way)
+        self.p.step()
+        self.clock.advance(LEASE_S + 1)
+        self.p.until(lambda: not self.p.core.scheduler.has_hand_offs, "the end of every lease")
         self.both_agree_with_themselves()
         for side in (self.p, self.d):
             stats = side.core.stats()

@@ -154,7 +154,7 @@ class Side:
     def waits_for_readers(self) -> bool:
         """Hand-offs have the blocks that the next request needs."""
         stats = self.core.stats().scheduler
-        return stats.handed_off > 0 and stats.running == 0
+        return stats.handed_off > 0 and stats.running == 0 and stats.preempted + stats.waiting > 0
 
     # ---- requests ------------------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,8 @@ def run(name: str, examples: int, steps: int, number: int, *, shrinks: bool) -> 
         sys.excepthook(*sys.exc_info())
     took = time.monotonic() - begun
     word = "ok" if ok else "FAILED"
-    print(
-        f"stateful {name}: {word}, {counts.pop('examples', 0)} examples, "
-        f"{counts.pop('steps', 0)} steps, seed {number}, {took:.0f} s"
-    )
+    examples, steps_run = counts.pop("examples", 0), counts.pop("steps", 0)
+    print(f"stateful {name}: {word}, {examples} examples, {steps_run} steps, seed {number}, {took:.0f} s")
     print("    " + ", ".join(f"{what} {times}" for what, times in sorted(counts.items())), flush=True)
     return ok
 

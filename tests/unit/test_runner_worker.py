@@ -13,7 +13,7 @@ from tiny_models import BLOCK, Driven, drive, make_worker, prompts, reference_gr
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, LoadRequest
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine import worker as worker_module
-from torpor.engine.config import EngineConfig
+from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.worker import HOST_KV_BYTES, Worker
 from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.config import CacheConfig
@@ -253,3 +253,20 @@ def test_threads_are_set_and_checked(folder: Path) -> None:
     finally:
         worker.shutdown()
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_images_are_prepared_at_start_up_only_where_configured(folder: Path, prepare: bool) -> None:
+    sleep = SleepConfig(enable_sleep_mode=True, prepare_images=prepare)
+    config = EngineConfig(model=ModelConfig(source=str(folder), threads=1), sleep=sleep, **cache(num_blocks=8))
+    worker = Worker(config, resolve_model(config.model))
+    try:
+        worker.load()
+        worker.initialize_kv_cache(worker.determine_num_blocks())
+        before = {t.tag: t.image_bytes for t in worker.memory.stats().tags}
+        worker.memory.sleep()
+        after = {t.tag: t.image_bytes for t in worker.memory.stats().tags}
+        assert before == (after if prepare else dict.fromkeys(after, 0))
+        assert (after["weights"] > 0, after["kv_cache"]) == (True, 0)
+    finally:
+        worker.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -102,6 +103,8 @@ def serve(values: Mapping[str, Any]) -> None:
                 raise
 
     def on_started(frontend: Any, url: str) -> None:
+        gc.collect()
+        gc.freeze()  # what is here now stays: the collector need not look at it while we serve
         err.print(startup_table(frontend.info, url))
 
     run_server(server_config, start, on_started)
