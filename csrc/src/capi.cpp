@@ -126,6 +126,13 @@ TORPOR_API tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out
   });
 }
 
+TORPOR_API tp_status tp_device_free_bytes(tp_device *device, uint64_t *bytes, tp_error *err) {
+  return guarded(err, [&] {
+    require("device, bytes", device, bytes);
+    *bytes = device->device->driver().free_bytes();
+  });
+}
+
 TORPOR_API tp_status tp_fault_arm(tp_device *device, tp_op op, uint64_t nth, uint64_t count, tp_error *err) {
   return guarded(err, [&] {
     require("device", device);

@@ -1,6 +1,9 @@
 #include "cuda_kernels.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "cuda_nvrtc.h"
 #include "hash.h"
@@ -19,6 +22,16 @@ constexpr uint64_t kCopyPieceVectors = 1024;
 constexpr uint32_t kBlocksPerProcessor = 5;  // what the registers of torpor_copy_blocks allow
 
 uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
+
+// Compiled once per process and kind of device.
+const std::string &code_for(int major, int minor) {
+  static std::mutex compiling;
+  static std::map<std::pair<int, int>, std::string> compiled;
+  std::lock_guard<std::mutex> guard(compiling);
+  std::string &code = compiled[{major, minor}];
+  if (code.empty()) code = compile(kKernelSource, "torpor_kernels.cu", major, minor);
+  return code;
+}
 
 // As the kernel reads it.
 struct BlockCopy {
@@ -49,7 +62,7 @@ uint64_t SumTable::hash(uint64_t i) const {
 Kernels::Kernels(const Context &context) {
   const Table &cu = table();
   const int major = context.attribute(kAttributeComputeMajor), minor = context.attribute(kAttributeComputeMinor);
-  const std::string image = compile(kKernelSource, "torpor_kernels.cu", major, minor);
+  const std::string &image = code_for(major, minor);
   processors_ = static_cast<uint32_t>(std::max(context.attribute(kAttributeProcessors), 1));
   check(cu.cuModuleLoadData(&module_, image.data()), kNoOp, "cuModuleLoadData");
   const CUresult found[] = {cu.cuModuleGetFunction(&sum_, module_, "torpor_sum"),

@@ -78,6 +78,8 @@ typedef struct tp_device_stats {
   uint64_t committed_bytes;/* host memory of arenas */
 } tp_device_stats;
 tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out, tp_error *err);
+/* What the driver says is free, to anybody, now: neighbours change it at any time, and what was released a moment ago may be missing. */
+tp_status tp_device_free_bytes(tp_device *device, uint64_t *bytes, tp_error *err);
 
 /* Faults: the nth call of op from now on (1 is the next) fails with TP_DRIVER, or with TP_DEVICE_MEMORY for CREATE and
  * TP_HOST_MEMORY for COMMIT, and so do the count-1 calls after it. TP_UNSUPPORTED without TP_DEVICE_FAULTS. */

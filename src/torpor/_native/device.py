@@ -70,6 +70,12 @@ class Device(Owned):
         call("tp_device_get_stats", self.handle, ctypes.byref(out))
         return DeviceStats(**{field.name: getattr(out, field.name) for field in dataclasses.fields(DeviceStats)})
 
+    def free_bytes(self) -> int:
+        """What the driver says is free, to anybody, now. What was released a moment ago may be missing."""
+        out = ctypes.c_uint64()
+        call("tp_device_free_bytes", self.handle, ctypes.byref(out))
+        return out.value
+
     def create_region(
         self, nbytes: int, *, extent_bytes: int, exportable: bool = False, guarded: bool = False, name: str = ""
     ) -> Region:

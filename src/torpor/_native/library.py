@@ -95,6 +95,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_device_open": (c_char_p, c_int32, c_uint32, _HANDLE_OUT),
     "tp_device_close": (_HANDLE,),
     "tp_device_get_stats": (_HANDLE, POINTER(TpDeviceStats)),
+    "tp_device_free_bytes": (_HANDLE, _U64P),
     "tp_fault_arm": (_HANDLE, c_int32, c_uint64, c_uint64),
     "tp_fault_clear": (_HANDLE,),
     "tp_fault_calls": (_HANDLE, c_int32, _U64P),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torpor._native import Device
 from torpor.errors import ConfigurationError, StateError, UnknownTagError
+from torpor.memory.clock import Phases
 from torpor.memory.config import MemoryConfig
 from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
@@ -107,16 +108,20 @@ class Memory:
             for segment in pool.segments:
                 segment.stale = False
 
-    def prepare_images(self, policies: Mapping[str, str] | None = None) -> int:
+    def prepare_images(self, policies: Mapping[str, str] | None = None, *, fill: bool = False) -> int:
         """Takes the host memory that a sleep with these policies needs for images now, off its path; the bytes taken.
 
-        As much as the tensors of the tags that go to the host: the first sleep then takes no longer than those after it. A
-        discard and ``release_images`` give it back. Errors are those of ``sleep``; HostMemoryError: nothing was taken.
+        As much as the tensors of the tags that go to the host. ``fill``: copies and checks their content too, so that the first
+        sleep copies only what has changed since. A discard and ``release_images`` give the memory back. Errors are those of
+        ``sleep``; HostMemoryError: nothing was taken.
         """
         with self._shared.structure():
             before = self._shared.images.committed_bytes
             hosts = [move.pool for move in self._moves(policies) if move.policy == "host"]
-            self._shared.images.provide([s for pool in hosts for s in pool.mapped_segments() if not s.stale])
+            segments = [s for pool in hosts for s in pool.mapped_segments() if not s.stale]
+            self._shared.images.provide(segments)
+            if fill:
+                self._shared.images.save(segments, Phases())
             return self._shared.images.committed_bytes - before
 
     def release_images(self, tag: str) -> int:
