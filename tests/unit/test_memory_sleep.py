@@ -307,7 +307,9 @@ def test_m4_a_copy_that_went_wrong_is_found_before_the_unmap(
         save(images, chunk_bytes, **arguments)
         for image in images:
             ctypes.memset(image.host_address + 100, 0xEE, 1)
-            image.checked[:] = device.hash_chunks(image.host_address, image.nbytes, chunk_bytes, on_host=True)  # what is read there
+            image.checked[:] = device.hash_chunks(
+                image.host_address, image.nbytes, chunk_bytes, on_host=True
+            )  # what is read there
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "save_chunks", corrupt)
@@ -343,7 +345,9 @@ def test_m4_somebody_who_keeps_writing_is_told(memory: Memory, device: Device, m
     def save_while_written(images: list[ChunkImage], chunk_bytes: int, **arguments: Any) -> None:
         save(images, chunk_bytes, **arguments)
         for image in images:
-            if image.device_address == b.data_ptr():  # hashed, then written, then copied: what a device that works in steps may see
+            if (
+                image.device_address == b.data_ptr()
+            ):  # hashed, then written, then copied: what a device that works in steps may see
                 b[1000] += 1
                 image.source[0] ^= 1
 

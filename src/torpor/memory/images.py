@@ -155,6 +155,10 @@ class ImageStore:
             if sorted(o for o, _ in self._space.pieces) != sorted(i.offset for i in images):
                 raise BugError("the arena hands out what no image has")
 
+    def address_of(self, segment: Segment) -> int:
+        """Where the image of a region begins. BugError when it has none."""
+        return self._arena_memory().address + _image_of(segment).offset
+
     # ---- memory ------------------------------------------------------------------------------------------------------------
 
     def provide(self, segments: Sequence[Segment]) -> None:
