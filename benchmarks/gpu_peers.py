@@ -1,6 +1,6 @@
-"""Other sleepers, each in a process of its own, doing what gpu_sleep.py does: torch-memory-saver, as it comes and keeping its copies.
+"""Other sleepers, each in a process of its own, doing what gpu_sleep.py does. What cannot be imported is left out.
 
-What cannot be imported is left out.
+torch-memory-saver, as it comes and keeping its copies.
 """
 
 from __future__ import annotations

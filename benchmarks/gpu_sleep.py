@@ -175,6 +175,7 @@ def blocks(rounds: int) -> dict[str, common.Samples]:
     with Memory(MemoryConfig(driver="cuda")) as memory:
         both = memory.pool("kv_cache").empty(8 * GIB, torch.uint8)
         half, device = both.nbytes // 2, memory.device
+        dst, src = both.data_ptr(), both.data_ptr() + half
         generator = np.random.default_rng(1)
         cases: dict[str, Callable[[], float]] = {}
         for size in (4 << 10, 16 << 10, 64 << 10, MIB):
@@ -182,14 +183,14 @@ def blocks(rounds: int) -> dict[str, common.Samples]:
 
             def copy(size: int = size, to: Any = to, source: Any = source) -> float:
                 began = time.perf_counter()
-                device.copy_blocks(both.data_ptr(), both.data_ptr() + half, size, to, source)
+                device.copy_blocks(dst, src, size, to, source)
                 return half / (time.perf_counter() - began) / 1e9
 
             cases[f"blocks of {size >> 10} KiB"] = copy
 
         def plain() -> float:
             began = time.perf_counter()
-            device.copy("device", [(both.data_ptr(), both.data_ptr() + half, half)])
+            device.copy("device", [(dst, src, half)])
             return half / (time.perf_counter() - began) / 1e9
 
         found = common.interleaved({**cases, "one memcpy": plain}, rounds)

@@ -144,8 +144,9 @@ class Device(Owned):
         return out
 
     def hash_path(self) -> str:
-        """How chunk hashes of device memory are computed, for people: "processor", "kernel on the device", or "staged through host
-        memory: " and why (at the speed of the link then). The first call compiles the kernels, which takes up to a second."""
+        """How chunk hashes of device memory are computed, for people: "processor", "kernel on the device", or "staged through
+        host memory: " and why (at the speed of the link then). The first call compiles the kernels, which takes up to a second.
+        """
         out = ctypes.create_string_buffer(512)
         call("tp_hash_path", self.handle, out, len(out))
         return out.value.decode("utf-8", "replace")
@@ -153,8 +154,8 @@ class Device(Owned):
     def save_chunks(self, images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
         """Brings the ``wanted`` chunks of images up to date: those not valid, or whose hash is no longer the known one.
 
-        ``source`` becomes the hashes of what is wanted, ``checked`` those of what was read from the image after the copy, for chunks
-        that were copied. Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the caller
+        ``source`` becomes the hashes of what is wanted, ``checked`` those of what was read from the image after the copy, for
+        chunks that were copied. Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the caller
         compares. Waits for what this process has in flight on the device.
         """
         table = _image_table(images, chunk_bytes)
@@ -169,8 +170,8 @@ class Device(Owned):
     ) -> None:
         """Copies ``wanted`` chunks from the images; ``checked`` becomes the hashes of what was read on the device afterwards.
 
-        ``meanwhile`` is called once, on this thread, and may map other regions: on ``cuda`` when most has been copied, else first.
-        What it raises is raised here, once nothing is being copied.
+        ``meanwhile`` is called once, on this thread, and may map other regions: on ``cuda`` when most has been copied, else
+        first. What it raises is raised here, once nothing is being copied.
         """
         table, raised = _image_table(images, chunk_bytes), list[BaseException]()
         callback = MEANWHILE() if meanwhile is None else MEANWHILE(functools.partial(_guarded, meanwhile, raised))
