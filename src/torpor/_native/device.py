@@ -155,8 +155,8 @@ class Device(Owned):
         """Brings the ``wanted`` chunks of images up to date: those not valid, or whose hash is no longer the known one.
 
         ``source`` becomes the hashes of what is wanted, ``checked`` those of what was read from the image after the copy, for
-        chunks that were copied. Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the caller
-        compares. Waits for what this process has in flight on the device.
+        chunks that were copied. Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the
+        caller compares. Waits for what this process has in flight on the device.
         """
         table = _image_table(images, chunk_bytes)
         call("tp_save", self.handle, table, len(table), chunk_bytes, threads)
