@@ -307,9 +307,8 @@ def test_m4_a_copy_that_went_wrong_is_found_before_the_unmap(
         save(images, chunk_bytes, **arguments)
         for image in images:
             ctypes.memset(image.host_address + 100, 0xEE, 1)
-            image.checked[:] = device.hash_chunks(
-                image.host_address, image.nbytes, chunk_bytes, on_host=True
-            )  # what is read there
+            found = device.hash_chunks(image.host_address, image.nbytes, chunk_bytes, on_host=True)
+            image.checked[:] = found  # what is read there
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "save_chunks", corrupt)

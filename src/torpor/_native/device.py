@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torpor.errors import ConfigurationError, TorporError
 
 from .library import MEANWHILE, TpDeviceStats, TpImage, call
+from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
 
@@ -59,6 +60,8 @@ class Device(Owned):
 
         Raises ConfigurationError when the driver is unknown, or cannot be used on this machine, with the reason.
         """
+        if driver == "cuda":
+            load_nvrtc()
         out = ctypes.c_void_p()
         call("tp_device_open", driver.encode(), ordinal, _FAULTS if faults else 0, ctypes.byref(out))
         assert out.value is not None
