@@ -142,6 +142,17 @@ def test_after_prepared_and_filled_images_the_first_sleep_copies_nothing(memory:
     assert is_filled(a)
 
 
+def test_what_is_loaded_through_its_image_needs_no_copy_at_the_first_sleep(memory: Memory) -> None:
+    a = memory.pool("a").empty((SIZE // 4,), torch.float32)
+    with memory.load_through_images([a]) as [staging]:
+        staging.copy_(torch.arange(staging.numel()))
+    del staging
+    assert torch.equal(a.cpu(), torch.arange(a.numel(), dtype=torch.float32))
+    assert memory.sleep().tags[0].copied_bytes == 0
+    memory.wake()
+    assert torch.equal(a.cpu(), torch.arange(a.numel(), dtype=torch.float32))
+
+
 def test_m6_images_are_kept_or_given_back_as_the_pool_says(memory: Memory) -> None:
     keeps, gives = filled(memory, "keeps"), filled(memory, "gives", image="release")
     memory.sleep()

@@ -6,7 +6,8 @@ were read back and hashed, so a copy that fails half way leaves no chunk in doub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,10 +51,10 @@ class Image:
 class _Job:
     """What one segment needs of a save or a restore."""
 
-    def __init__(self, segment: Segment, chunk_bytes: int) -> None:
+    def __init__(self, segment: Segment, live: Mask) -> None:
         self.segment = segment
         self.image = _image_of(segment)
-        self.live = segment.live(chunk_bytes)
+        self.live = live
         self.todo: Mask = self.live.copy()
         self.copied_bytes = 0
         self.source: Hashes = np.zeros_like(self.image.hashes)
@@ -85,15 +86,15 @@ class ImageStore:
         self._space: FreeList | None = None
         self.committed_bytes = 0
 
-    def save(self, segments: Sequence[Segment], phases: Phases) -> dict[Segment, int]:
+    def save(self, segments: Sequence[Segment], phases: Phases, only: Mapping[Segment, Mask] | None = None) -> dict[Segment, int]:
         """Brings the images of mapped segments up to date; gives back the bytes copied for each (M7).
 
-        Returns with every live chunk valid, checked by hash (M4). HostMemoryError: no image has more memory than before, and
-        what was valid and unchanged still is. StateError when somebody keeps writing while it copies.
+        Returns with every live chunk valid (of those in ``only``, if given), checked by hash (M4). HostMemoryError: no image has
+        more memory than before, and what was valid and unchanged still is. StateError when somebody keeps writing meanwhile.
         """
         with phases("commit"):
             self.provide(segments)
-        jobs = [_Job(s, self._chunk_bytes) for s in segments]
+        jobs = [_Job(s, s.live(self._chunk_bytes) if only is None else only[s]) for s in segments]
         for _ in range(COPY_ROUNDS):
             with phases("save"):
                 self._save(jobs)
@@ -101,8 +102,8 @@ class ImageStore:
                 break
         else:
             raise self._unsteady(jobs)
-        for job in jobs:
-            self._decommit(job.image, job.image.committed & ~job.live)
+        for segment in segments:
+            self.trim(segment)
         return {job.segment: job.copied_bytes for job in jobs}
 
     def restore(
@@ -111,7 +112,7 @@ class ImageStore:
         """Copies images into their mapped segments and checks what arrived; gives back the bytes. The images stay as they are.
 
         ``meanwhile`` is called once, late in the copies on a driver that copies beside it; what it raises is raised here."""
-        jobs = [_Job(s, self._chunk_bytes) for s in segments if not s.layout.empty]
+        jobs = [_Job(s, s.live(self._chunk_bytes)) for s in segments if not s.layout.empty]
         for job in jobs:
             if not job.image.valid[job.live].all():
                 raise BugError(f"the image of a region of tag {job.segment.tag!r} is not complete", tag=job.segment.tag)
@@ -121,6 +122,24 @@ class ImageStore:
             elif meanwhile is not None:
                 meanwhile()
         return {job.segment: job.image.bytes_in(job.live) for job in jobs}
+
+    def doubt(self, chunks: Mapping[Segment, Mask]) -> None:
+        """Somebody is about to write these chunks of images: they are not believed until ``load``."""
+        for segment, mask in chunks.items():
+            _image_of(segment).valid &= ~mask
+
+    def load(self, chunks: Mapping[Segment, Mask]) -> None:
+        """Copies these chunks of images to their mapped segments, checks what arrived, and believes them from then on. The
+        images' own hashes are computed beside the copies. DeviceError when something else arrived."""
+        jobs = [_Job(s, mask) for s, mask in chunks.items()]
+        with ThreadPoolExecutor(1) as beside:
+            hashes = [beside.submit(self._hash_image, job) for job in jobs]
+            self._device.restore_chunks(self._for_device(jobs), self._chunk_bytes, threads=self._threads)
+        for job, found in zip(jobs, hashes, strict=True):
+            job.image.hashes[job.live] = found.result()[job.live]
+            self._require_arrived(job, "what was loaded; load it again")
+        for job in jobs:
+            job.image.valid |= job.live
 
     def release(self, segment: Segment) -> None:
         """Gives the segment's image back. After a DeviceError what is left of it is not believed, and a retry goes on."""
@@ -250,11 +269,13 @@ class ImageStore:
     def _restore(self, jobs: Sequence[_Job], meanwhile: Callable[[], object] | None) -> None:
         self._device.restore_chunks(self._for_device(jobs), self._chunk_bytes, threads=self._threads, meanwhile=meanwhile)
         for job in jobs:
-            wrong = int((job.checked != job.image.hashes)[job.live].sum())
-            if wrong:
-                tag = job.segment.tag
-                message = f"{wrong} chunks of tag {tag!r} are not what was put to sleep; discard the tag and fill it anew"
-                raise DeviceError(message, operation="restore", code=0, tag=tag, chunks=wrong)
+            self._require_arrived(job, "what was put to sleep; discard the tag and fill it anew")
+
+    def _require_arrived(self, job: _Job, what: str) -> None:
+        wrong = int((job.checked != job.image.hashes)[job.live].sum())
+        if wrong:
+            message = f"{wrong} chunks of tag {job.segment.tag!r} are not {what}"
+            raise DeviceError(message, operation="restore", code=0, tag=job.segment.tag, chunks=wrong)
 
     def _for_device(self, jobs: Sequence[_Job]) -> list[ChunkImage]:
         return [job.for_device(self._arena_memory().address) for job in jobs if job.todo.any()]
@@ -266,10 +287,17 @@ class ImageStore:
 
     def _hash(self, job: _Job) -> Hashes:
         """Hashes on the device of the chunks that are to do; 0 elsewhere."""
+        return self._hash_at(job, job.segment.address, on_host=False)
+
+    def _hash_image(self, job: _Job) -> Hashes:
+        return self._hash_at(job, self.address_of(job.segment), on_host=True)
+
+    def _hash_at(self, job: _Job, base: int, on_host: bool) -> Hashes:
         image, out = job.image, np.zeros_like(job.image.hashes)
         for (start, stop), (offset, size) in zip(runs(job.todo), image.byte_runs(job.todo), strict=True):
-            address = job.segment.address + offset
-            out[start:stop] = self._device.hash_chunks(address, size, image.chunk_bytes, threads=self._threads)
+            out[start:stop] = self._device.hash_chunks(
+                base + offset, size, image.chunk_bytes, on_host=on_host, threads=self._threads
+            )
         return out
 
 

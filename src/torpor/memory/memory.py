@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
 from torpor.memory.integrity import check_integrity
 from torpor.memory.ledger import ExportedPool, ExportLedger
+from torpor.memory.loading import Loading
 from torpor.memory.orphans import adopt_orphans
 from torpor.memory.pool import Pool
 from torpor.memory.settings import PoolSettings, checked_policy
@@ -123,6 +125,24 @@ class Memory:
             if fill:
                 self._shared.images.save(segments, Phases())
             return self._shared.images.committed_bytes - before
+
+    @contextlib.contextmanager
+    def load_through_images(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Fills tensors by way of their host images: ``with memory.load_through_images(tensors) as staging: ...``.
+
+        ``staging`` are CPU tensors of the same shapes and dtypes over the tensors' own bytes in the images (page-locked where the
+        driver wants that), content undefined. Write all of them; when the block ends the bytes are copied to the device and
+        checked there, and the images are up to date, so that the first sleep copies nothing. Do not keep ``staging``. When the
+        block raises, the tensors are as they were.
+
+        The tensors: contiguous, in resident pools of this memory, all read by nobody else meanwhile. Others may call ``stats``;
+        structural calls of other threads wait. ConfigurationError, StateError, HostMemoryError: nothing has changed. DeviceError:
+        the content is undefined; load again.
+        """
+        with self._shared.transaction("load"):
+            loading = Loading(self._shared, self._pools.values(), tensors)
+            yield loading.begin()
+            loading.finish()
 
     def release_images(self, tag: str) -> int:
         """Gives back the host memory of images that a resident tag retains; the bytes. StateError while they are the content."""
