@@ -44,7 +44,8 @@ class Parameter:
     @property
     def spelling(self) -> str:
         """``--flag VALUE``."""
-        names = self.info.param_decls or ("--" + self.name.replace("_", "-"),)
+        flag = self.name.replace("_", "-")
+        names = self.info.param_decls or ("--" + flag + (f"/--no-{flag}" if self.kind == (bool | None) else ""),)
         return ", ".join(names) if self.is_switch else f"{', '.join(names)} {self.info.metavar or value_name(self.kind)}"
 
     @property
