@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import common
-import gpu_peers
+import gpu_others
 import numpy as np
 import torch
 
@@ -249,9 +249,9 @@ def main() -> None:
     if "blocks" in parts:
         document["blocks_gb_per_s"] = blocks(options.rounds)
         run.table("block copies on the device, GB/s", ["", "GB/s"], [[k, v] for k, v in document["blocks_gb_per_s"].items()])
-    peers = gpu_peers.measure(results.weights_bytes, results.kv_bytes, options.rounds) if "peers" in parts else {}
+    peers = gpu_others.measure(results.weights_bytes, results.kv_bytes, options.rounds) if "peers" in parts else {}
     document["peers_seconds"] = peers
-    run.table("others, ms", ["", "first sleep", "sleep", "wake"], [gpu_peers.row(name, peer) for name, peer in peers.items()])
+    run.table("others, ms", ["", "first sleep", "sleep", "wake"], [gpu_others.row(name, peer) for name, peer in peers.items()])
     if "growth" in parts:
         sizes = [int(float(size) * GIB) for size in options.sizes.split(",")]
         grown = [measure(size, results.kv_bytes, max(2, options.rounds // 2)) for size in sizes]
