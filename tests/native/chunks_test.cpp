@@ -228,7 +228,7 @@ TEST(chunks_of_several_regions_go_in_one_call) {
 // The driver page-locks each commit for itself, and no copy may cross the border of two.
 TEST(chunks_go_to_images_that_were_committed_in_parts) {
   World world;
-  OK(tp_arena_decommit(world.arena, 0, 1 << 20, &err));
+  OK(tp_arena_decommit(world.arena, 0, (world.bytes + 4095) / 4096 * 4096, &err));
   for (uint64_t offset = 0; offset < world.bytes; offset += 3 * kChunk) {
     OK(tp_arena_commit(world.arena, offset, std::min(3 * kChunk, world.bytes - offset), 1, &err));
   }
