@@ -3,8 +3,8 @@
     python benchmarks/gpu_wake_orders.py
 
 16 GiB that are copied back from page-locked memory ("weights"), 32 GiB that only need memory ("cache"). Driver calls only,
-through ``torpor._native``; what arrived is checked only where it says so. ``at once``: the memory was released milliseconds before,
-and the device is still clearing it; ``later``: a second before.
+through ``torpor._native``; what arrived is checked only where it says so. ``at once``: the memory was released milliseconds
+before, and the device is still clearing it; ``later``: a second before.
 """
 
 from __future__ import annotations
