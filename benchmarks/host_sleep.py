@@ -20,6 +20,7 @@ All of that is in the times.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -275,7 +276,7 @@ def goals(reference: Results) -> dict[str, bool]:
 
 def main() -> None:
     options = common.arguments(
-        __doc__, sizes="0.5,1,2,4,8", rounds=4, threads=common.machine()["cores"], reference=4.0, name="host_sleep"
+        __doc__, sizes="0.5,1,2,4,8", rounds=4, threads=len(os.sched_getaffinity(0)), reference=4.0, name="host_sleep"
     )
     torch.set_num_threads(options.threads)
     run = common.Run(options.name, f"host driver: sleep and wake against memcpy, {options.threads} threads each")
