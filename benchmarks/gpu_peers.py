@@ -11,8 +11,8 @@ Each in a process of its own, on the GPU that CUDA shows first:
     tms retain       the same, the backup kept: a later sleep copies nothing, and does not look whether it should
     tms no backup    the same, weights dropped: the floor of its unmapping and mapping
 
-A later sleep is the median of those after the first; a wake maps the weights, restores them, and maps the KV cache after that,
-which is its fastest order. Every wake is checked: a sum over the weights that must not have changed.
+A later sleep is the median of those after the first. A wake maps and restores the weights, and maps the KV cache after that, its
+fastest order; every wake is checked by a sum over the weights. No case is begun after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GIB, MIB = 1 << 30, 1 << 20
 HUGE = 2 * MIB
 WEIGHT_BYTES, KV_BYTES = 256 * MIB, GIB  # of one tensor
 MADV_POPULATE_WRITE = 23
-CASES = ("link", "pin_memory", "tms", "tms retain", "tms no backup")
-LIMIT_S = 90
+LAST_CASE_S = 25.0  # the one that runs when the time is up may end
+CASES = ("link", "tms retain", "tms", "pin_memory", "tms no backup")
 
 
 # ---- in the child: one case --------------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def child(options: argparse.Namespace) -> None:
 # ---- in the parent -----------------------------------------------------------------------------------------------------------
 
 
-def run_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the child measured. ValueError with its last words when it could not."""
-    rounds = max(1, options.rounds - 1) if case == "tms" else options.rounds  # every sleep of it takes seconds
+def run_case(case: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """What the child measured. ValueError with its last words when it could not; TimeoutExpired."""
+    rounds = 1 if case == "tms" else options.rounds  # every sleep of it takes seconds
     arguments = ["--child", case, "--rounds", str(rounds), "--hook-mode", options.hook_mode]
     sizes = ["--weights-gib", str(options.weights_gib), "--kv-gib", str(options.kv_gib)]
     with preloaded(case.startswith("tms") and options.hook_mode == "preload"):
@@ -179,7 +179,7 @@ def run_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
             [sys.executable, __file__, *arguments, *sizes],
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             env=common.environment(),
         )
     lines = done.stdout.strip().splitlines()
@@ -220,13 +220,19 @@ def changed(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def try_case(case: str, options: argparse.Namespace, run: common.Run) -> dict[str, Any] | None:
-    """With the other way of hooking where the asked one does not work; None, and a note, where neither does."""
+def try_case(case: str, options: argparse.Namespace, run: common.Run, deadline: float) -> dict[str, Any] | None:
+    """With the other way of hooking where the asked one fails. None, and a note, where neither works or no time is left."""
     for mode in dict.fromkeys((options.hook_mode, "torch")) if case.startswith("tms") else (options.hook_mode,):
+        if (left := deadline - time.monotonic()) < 0:
+            run.note(f"{case}: no time was left")
+            return None
         try:
-            return run_case(case, argparse.Namespace(**{**vars(options), "hook_mode": mode}))
+            measured = run_case(case, argparse.Namespace(**{**vars(options), "hook_mode": mode}), left + LAST_CASE_S)
         except (ValueError, OSError, ImportError, subprocess.TimeoutExpired) as error:
             run.note(escape(f"{case} ({mode}): {error}"))
+        else:
+            run.note(escape(f"{case}: {common.rounded(measured, 4)}"))
+            return measured
     return None
 
 
@@ -272,6 +278,7 @@ def main() -> None:
         rounds=3,
         cases=",".join(CASES),
         hook_mode="preload",
+        seconds=60.0,
         child="",
         quick=False,
         out=str(common.MEASUREMENTS),
@@ -283,7 +290,8 @@ def main() -> None:
     run = common.Run(
         "gpu_peers", f"peers: {options.weights_gib:g} GiB of weights, {options.kv_gib:g} GiB of KV cache", options.out
     )
-    tried = {case: try_case(case, options, run) for case in options.cases.split(",")}
+    deadline = time.monotonic() + options.seconds
+    tried = {case: try_case(case, options, run, deadline) for case in options.cases.split(",")}
     weights_bytes = int(options.weights_gib * GIB)
     results = {case.replace(" ", "_"): summary(case, found, weights_bytes) for case, found in tried.items() if found}
     if not results:

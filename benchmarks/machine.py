@@ -55,7 +55,10 @@ def device_name(gpu: bool) -> str:
 
 @functools.cache
 def commit() -> str:
-    """The checked-out commit, with ``+`` when files differ from it; where git is not, a hash over ``src`` and ``csrc``."""
+    """The checked-out commit, with ``+`` when files differ from it; in a copy without git what TORPOR_COMMIT says, else a hash
+    over ``src`` and ``csrc``."""
+    if told := os.environ.get("TORPOR_COMMIT"):
+        return told
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "src", "csrc") else "")

@@ -11,6 +11,7 @@ import httpx
 
 from torpor.demo.fleet import Fleet, Say, Service
 from torpor.errors import BugError
+from torpor.memory import MemoryConfig
 
 MODEL = "builtin:smollm2-135m"
 START_S = 120.0
@@ -32,6 +33,7 @@ class PairConfig:
     max_tokens: int = 16
     kv_cache_bytes: str = "96MiB"
     threads: int = 1
+    driver: str = MemoryConfig.driver
 
 
 class Pair:
@@ -48,7 +50,8 @@ class Pair:
     def start(cls, fleet: Fleet, config: PairConfig, say: Say) -> Pair:
         def engine(name: str, role: str) -> Service:
             flags = ["serve", config.model, "--enable-sleep-mode", "--dtype", "float32", "--threads", str(config.threads)]
-            flags += ["--kv-cache-bytes", config.kv_cache_bytes, "--kv-connector", config.connector, "--kv-role", role]
+            flags += ["--memory-driver", config.driver, "--kv-cache-bytes", config.kv_cache_bytes]
+            flags += ["--kv-connector", config.connector, "--kv-role", role]
             return fleet.start(name, flags)
 
         prefill, decode = engine("P", "producer"), engine("D", "consumer")

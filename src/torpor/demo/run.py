@@ -5,6 +5,8 @@ Results are data; tables.py shows them.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,6 +32,11 @@ class DemoConfig:
     cycles: int = 2
     model: str = PairConfig.model
     max_tokens: int = 16
+    driver: str = PairConfig.driver
+    results_file: Path | None = None  # where they go as JSON
+
+    def pair(self, connector: str) -> PairConfig:
+        return PairConfig(connector=connector, model=self.model, max_tokens=self.max_tokens, driver=self.driver)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +104,36 @@ def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str
     )
 
 
-def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> bool:
-    """One pair from start to stop. True when every row passed."""
-    pair_config = PairConfig(connector=connector, model=config.model, max_tokens=config.max_tokens)
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one connector. ``error``: why there are fewer rows than planned."""
+
+    connector: str
+    rows: tuple[Row, ...] = ()
+    pulls: int = 0  # D's reads of P's KV
+    path: str = ""  # what they went over
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.pulls > 0 and all(row.passed for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> Outcome:
+    """One pair from start to stop."""
     with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
         try:
-            rows, pulled = run_pair(fleet, pair_config, config.cycles, console, phases)
+            rows, pulled = run_pair(fleet, config.pair(connector), config.cycles, console, phases)
         except (TorporError, httpx.TransportError) as error:
             console.print(f"[red]{connector}: {escape(str(error))}[/red]\n{escape(fleet.last_words())}", highlight=False)
-            return False
+            return Outcome(connector=connector, error=str(error))
+    outcome = Outcome(connector=connector, rows=tuple(rows), pulls=int(pulled["loads_done"]), path=str(pulled["path"]))
     show_rows(console, connector, rows)
-    console.print(f"{connector}: D pulled KV from P {pulled['loads_done']} times over {pulled['path']}")
-    return int(pulled["loads_done"]) > 0 and all(row.passed for row in rows)
+    console.print(f"{connector}: D pulled KV from P {outcome.pulls} times over {outcome.path}")
+    return outcome
 
 
 def run_pair(fleet: Fleet, config: PairConfig, cycles: int, console: Console, phases: Phases) -> tuple[list[Row], dict[str, Any]]:
@@ -130,12 +155,15 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     """Runs the demo for every connector and prints PASS or FAIL. True when everything passed; errors are shown, not raised."""
     phases = Phases()
     started = time.monotonic()
-    passed = True
     with phases.timed("model: found or converted"):
         prepare_model(config.model, console)
-    for connector in config.connectors:
-        passed = run_connector(connector, config, console, phases) and passed
-    show_phases(console, phases.seconds, time.monotonic() - started)
+    outcomes = [run_connector(connector, config, console, phases) for connector in config.connectors]
+    seconds = time.monotonic() - started
+    show_phases(console, phases.seconds, seconds)
+    if config.results_file is not None:
+        results = {"connectors": [o.as_dict() for o in outcomes], "phases_s": phases.seconds, "seconds": seconds}
+        config.results_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    passed = all(outcome.passed for outcome in outcomes)
     console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
     return passed
 

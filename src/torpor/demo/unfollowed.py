@@ -30,7 +30,7 @@ def run_unfollowed(config: DemoConfig, console: Console) -> bool:
     shown = True
     cases = {"ipc": wrong_tokens, "nixl": death_of_the_sleeper}
     for connector in config.connectors:
-        pair_config = PairConfig(connector=CONNECTORS[connector], model=config.model, max_tokens=config.max_tokens)
+        pair_config = config.pair(CONNECTORS[connector])
         with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
             shown = show_fault(fleet, pair_config, cases[connector], console) and shown
     console.print("[bold]the fault was reproduced[/bold]" if shown else "[bold red]FAIL: the fault did not show[/bold red]")
