@@ -53,6 +53,7 @@ CASES = ("link", "tms retain", "tms", "pin_memory", "tms no backup")
 def measure_link(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    torch.cuda.init()
     nbytes = int(options.weights_gib * GIB)
     began = time.perf_counter()
     host = page_locked(nbytes)
