@@ -148,7 +148,7 @@ class Run:
         self._load = machine.Load()
         self._began = time.monotonic()
         self._rows: list[dict[str, Any]] = []
-        self._header: dict[str, Any] = {
+        self.header: dict[str, Any] = {
             "title": title,
             "command": command_line(),
             "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -157,9 +157,9 @@ class Run:
             "load_average_before": round(os.getloadavg()[0], 2),
         }
         console.print(f"[bold]{title}[/bold]")
-        shown = {**self._header["hardware"], **self._header["versions"]}
-        console.print(f"{self._header['command']}\n" + ", ".join(f"{k} {v}" for k, v in shown.items()))
-        console.print(f"load average before: {self._header['load_average_before']}")
+        shown = {**self.header["hardware"], **self.header["versions"]}
+        console.print(f"{self.header['command']}\n" + ", ".join(f"{k} {v}" for k, v in shown.items()))
+        console.print(f"load average before: {self.header['load_average_before']}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """The first column is text, the others are numbers or text, right-aligned. Its rows are in the file too."""
@@ -187,7 +187,7 @@ class Run:
             console.print(f"[{'green' if goal.reached else 'red'}]{'reached' if goal.reached else 'MISSED '}[/]  {goal}")
         console.print(f"others took {others:.0%} of the processors meanwhile; {seconds:.0f} s in all")
         document = {
-            **self._header,
+            **self.header,
             "processors_taken_by_others": others,
             "seconds": seconds,
             "rows": rounded(self._rows),
@@ -242,7 +242,11 @@ def cell(value: Any) -> str:
 
 
 def arguments(description: str | None, **defaults: int | float | str) -> argparse.Namespace:
-    """Options ``--name value``, each of its default's type; ``--name`` alone where the default is False."""
+    """Options ``--name value``, each of its default's type; ``--name`` alone where the default is False.
+
+    ``--quick`` and ``--out`` are always among them: scripts/gpu gives every benchmark both.
+    """
+    defaults = {"quick": False, "out": str(MEASUREMENTS), **defaults}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in defaults.items():
         kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default), "default": default}

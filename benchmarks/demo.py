@@ -77,8 +77,6 @@ def main() -> None:
         connectors="ipc,nixl",
         model="builtin:smollm2-135m",
         cycles=2,
-        quick=False,
-        out=str(common.MEASUREMENTS),
     )
     if options.quick:
         options.cycles, options.connectors = 1, options.connectors.split(",")[0]

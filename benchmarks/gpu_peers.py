@@ -281,8 +281,6 @@ def main() -> None:
         hook_mode="preload",
         seconds=60.0,
         child="",
-        quick=False,
-        out=str(common.MEASUREMENTS),
     )
     if options.child:
         child(options)
