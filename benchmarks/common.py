@@ -143,7 +143,7 @@ class Run:
         """``gpu``: whether the figures are a GPU's, which names the file; None: when the name begins with ``gpu_``."""
         self.name = name
         self.title = title
-        self._device = machine.device_name(name.startswith("gpu_") if gpu is None else gpu)
+        self.device = machine.device_name(name.startswith("gpu_") if gpu is None else gpu)
         self._folder = Path(folder)
         self._load = machine.Load()
         self._began = time.monotonic()
@@ -194,10 +194,20 @@ class Run:
             "goals": [dataclasses.asdict(goal) for goal in goals],
             "results": rounded(results),
         }
-        path = self._folder.resolve() / f"{self._device}.json"
+        path = self._folder.resolve() / f"{self.device}.json"
         put(path, self.name, document)
         console.print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
         return path
+
+
+def measured_lately(folder: str | Path, device: str, name: str, within_s: float = 3600.0) -> dict[str, Any] | None:
+    """The results of another benchmark on this device, when they are of the same commit and not old."""
+    path = Path(folder) / f"{device}.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    if found is None or found["versions"]["commit"] != machine.commit():
+        return None
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(found["when"])
+    return dict(found["results"]) if age.total_seconds() < within_s else None
 
 
 def put(path: Path, name: str, document: Mapping[str, Any]) -> None:
