@@ -14,6 +14,7 @@ from torpor.errors import BugError
 from torpor.memory import MemoryConfig
 
 MODEL = "builtin:smollm2-135m"
+SERVED_NAME = "demo"  # a model is asked for by one name, whether it is built in or a file
 START_S = 120.0
 
 PREFILL_PARAMS = {
@@ -49,7 +50,8 @@ class Pair:
     @classmethod
     def start(cls, fleet: Fleet, config: PairConfig, say: Say) -> Pair:
         def engine(name: str, role: str) -> Service:
-            flags = ["serve", config.model, "--enable-sleep-mode", "--dtype", "float32", "--threads", str(config.threads)]
+            flags = ["serve", config.model, "--served-model-name", SERVED_NAME, "--enable-sleep-mode"]
+            flags += ["--dtype", "float32", "--threads", str(config.threads)]
             flags += ["--memory-driver", config.driver, "--kv-cache-bytes", config.kv_cache_bytes]
             flags += ["--kv-connector", config.connector, "--kv-role", role]
             return fleet.start(name, flags)
@@ -63,7 +65,7 @@ class Pair:
 
     def _body(self, question: str, **more: Any) -> dict[str, Any]:
         return {
-            "model": self.config.model.rpartition(":")[2],
+            "model": SERVED_NAME,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
