@@ -18,6 +18,8 @@ from torpor.memory import Memory, MemoryConfig
 
 SLACK_BYTES = 64 << 20
 """Libraries load kernels and take workspaces on the way; a region that leaks is larger."""
+LEAKED: list[Memory] = []
+"""Kept until the end: what their finalizers have to say would fall upon another test."""
 LEFTOVERS = ("live_regions", "live_extents", "live_imports", "live_arenas", "mapped_bytes", "condemned_bytes", "committed_bytes")
 
 
@@ -63,7 +65,7 @@ def open_cuda_memory() -> Iterator[OpenMemory]:
 
     before = _settled_bytes()
     yield open_one
-    gc.collect()  # caught exceptions keep a test's tensors
+    _forget_failures()
     left = [text for memory, faults in opened if (text := _close(memory, faults))]
     assert not left, left
     grown = _settled_bytes() - before
@@ -76,6 +78,13 @@ def cuda_memory(open_cuda_memory: OpenMemory) -> Memory:
     return open_cuda_memory()
 
 
+def _forget_failures() -> None:
+    """A test that failed lives on in its traceback, and its tensors with it: then nothing could be closed."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        sys.__dict__.pop(name, None)
+    gc.collect()
+
+
 def _close(memory: Memory, faults: bool) -> str:
     """What is left on its device, in words; nothing when that could be closed."""
     device = memory.device
@@ -86,9 +95,11 @@ def _close(memory: Memory, faults: bool) -> str:
     memory.close()
     stats = device.stats()
     left = {name: value for name in LEFTOVERS if (value := getattr(stats, name))}
-    if not left:
-        device.close()
-    return f"{device} still has {left}" if left else ""
+    if left:
+        LEAKED.append(memory)
+        return f"{device} still has {left}"
+    device.close()
+    return ""
 
 
 def _settled_bytes() -> int:

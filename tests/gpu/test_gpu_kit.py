@@ -16,6 +16,7 @@ MIB = 1 << 20
 
 def test_a_pool_counts_as_memory_of_this_process(cuda_memory: Memory, device_bytes: Callable[..., int]) -> None:
     """M11: what a sleep reports as given back is what this process holds less."""
+    torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")  # its kernel is loaded from now on
     torch.cuda.synchronize()
     empty = device_bytes()
     tensor = cuda_memory.pool("kv", policy="discard").zeros((256 * MIB,), torch.uint8)
