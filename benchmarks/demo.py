@@ -1,7 +1,7 @@
 """The demo's figures: a prefill/decode pair that sleeps, wakes and answers the same, per connector.
 
     .venv/bin/python benchmarks/demo.py                              # the host driver, two minutes
-    .venv/bin/python benchmarks/demo.py --driver cuda --connectors ipc
+    .venv/bin/python benchmarks/demo.py --memory-driver cuda --connectors ipc
 
 Exits with 1 when the demo did not pass.
 """
@@ -26,7 +26,7 @@ def run_demo(options: Any) -> tuple[int, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="torpor-demo-figures-") as folder:
         written = Path(folder, "demo.json")
         command = [sys.executable, "-m", "torpor", "demo", *connectors, "--model", options.model, "--cycles", str(options.cycles)]
-        command += ["--memory-driver", options.driver, "--json", str(written)]
+        command += ["--memory-driver", options.memory_driver, "--json", str(written)]
         status = subprocess.run(command, env=common.environment(), check=False).returncode
         return status, json.loads(written.read_text()) if written.exists() else {}
 
@@ -73,15 +73,15 @@ def show(run: common.Run, outcome: dict[str, Any]) -> None:
 def main() -> None:
     options = common.arguments(
         __doc__,
-        driver="host",
+        memory_driver="host",
         connectors="ipc,nixl",
         model="builtin:smollm2-135m",
         cycles=2,
     )
     if options.quick:
         options.cycles, options.connectors = 1, options.connectors.split(",")[0]
-    gpu = options.driver == "cuda"
-    run = common.Run("demo", f"torpor demo, {options.driver} driver, {Path(options.model).name}", options.out, gpu=gpu)
+    gpu = options.memory_driver == "cuda"
+    run = common.Run("demo", f"torpor demo, {options.memory_driver} driver, {Path(options.model).name}", options.out, gpu=gpu)
     status, written = run_demo(options)
     if not written:
         raise SystemExit(status or 1)

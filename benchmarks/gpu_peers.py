@@ -9,7 +9,7 @@ Each in a process of its own, on the GPU that CUDA shows first:
     pin_memory       torch's page-locked host memory for the weights' bytes
     tms              torch-memory-saver, weights with a backup in host memory that every sleep makes anew
     tms retain       the same, the backup kept: a later sleep copies nothing, and does not look whether it should
-    tms no backup    the same, weights dropped: the floor of its unmapping and mapping
+    tms no backup    only when asked for by --cases: weights dropped, the floor of its unmapping and mapping
 
 A later sleep is the median of those after the first. A wake maps and restores the weights, and maps the KV cache after that, its
 fastest order; every wake is checked by a sum over the weights. No case is begun after ``--seconds``.
@@ -44,7 +44,7 @@ HUGE = 2 * MIB
 WEIGHT_BYTES, KV_BYTES = 256 * MIB, GIB  # of one tensor
 MADV_POPULATE_WRITE = 23
 LAST_CASE_S = 25.0  # the one that runs when the time is up may end
-CASES = ("link", "tms retain", "tms", "pin_memory", "tms no backup")
+CASES = ("link", "tms retain", "tms", "pin_memory")
 
 
 # ---- in the child: one case --------------------------------------------------------------------------------------------------

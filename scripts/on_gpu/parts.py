@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS_S = {"tests": 170, "demo": 110, "sleep": 150, "peers": 90, "engine": 170, "transfer": 60, "attention": 60}
+LIMITS_S = {
+    "tests": 170,
+    "demo": 110,
+    "unfollowed": 60,
+    "sleep": 150,
+    "peers": 90,
+    "engine": 170,
+    "transfer": 60,
+    "attention": 60,
+}
 OTHER_LIMIT_S = 90
 ORDER = ("sleep", "peers", "engine", "transfer", "attention")  # figures that are compared are measured side by side
 QUICK_SHARE = 0.5
@@ -29,14 +38,17 @@ def all_parts(out: Path, model: str, quick: bool) -> list[Part]:
     marks = "gpu and not slow" if quick else "gpu"
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
     scripts = sorted((ROOT / "benchmarks").glob("gpu_*.py"), key=lambda path: _rank(_short(path)))
+    pytest = ("-m", "pytest", "-m", marks, "tests/gpu", "-q", "--durations", "5", "-p", "no:cacheprovider")
+    model_on_gpu = ("--model", model, "--memory-driver", "cuda")
     return [
-        Part(
-            "tests",
-            ("-m", "pytest", "-m", marks, "tests/gpu", "-q", "--durations", "5", "-p", "no:cacheprovider"),
-            _limit("tests", quick),
-        ),
+        Part("tests", pytest, _limit("tests", quick)),
         *(Part(_short(p), (f"benchmarks/{p.name}", *flags), _limit(_short(p), quick), p.stem) for p in scripts),
-        Part("demo", ("benchmarks/demo.py", "--driver", "cuda", "--model", model, *flags), _limit("demo", quick), "demo"),
+        Part("demo", ("benchmarks/demo.py", *model_on_gpu, *flags), _limit("demo", quick), "demo"),
+        Part(
+            "unfollowed",
+            ("-m", "torpor", "demo", "--unfollowed", "--connector", "ipc", *model_on_gpu),
+            _limit("unfollowed", quick),
+        ),
     ]
 
 
