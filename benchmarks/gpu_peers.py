@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+import machine
 from rich.markup import escape
 
 if TYPE_CHECKING:
@@ -285,10 +286,11 @@ def against_torpor(results: dict[str, Any], ours: dict[str, Any]) -> Iterator[co
 
 
 def main() -> None:
+    weights_gib, kv_gib = machine.weights_and_kv_gib()
     options = common.arguments(
         __doc__,
-        weights_gib=16.0,
-        kv_gib=32.0,
+        weights_gib=weights_gib,
+        kv_gib=kv_gib,
         rounds=3,
         cases=",".join(CASES),
         hook_mode="preload",

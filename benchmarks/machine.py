@@ -33,6 +33,12 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def weights_and_kv_gib() -> tuple[float, float]:
+    """What GPU benchmarks of sleep take: 16 and 32 GiB, on a smaller device a fifth and two fifths of its memory."""
+    fifth = hardware().get("gpu_memory_gib", 0.0) // 5
+    return min(16.0, max(1.0, fifth)), min(32.0, max(2.0, 2 * fifth))
+
+
 def versions() -> dict[str, str]:
     """Of torpor with its commit, Python, the packages that matter, and the CUDA of the driver, if any."""
     cuda = _cuda_version()
