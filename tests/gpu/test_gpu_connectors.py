@@ -324,6 +324,29 @@ def test_p4_a_late_read_kills_nobody_and_its_old_bytes_are_refused(ipc: Meeting,
     liar.set()
 
 
+def test_p4_a_late_read_over_nixl_kills_nobody(tmp_path: Path, liar: threading.Event) -> None:
+    """The owner deregistered, and its range is a hole. Whatever UCX does with the read, both go on."""
+    with contextlib.closing(meet("nixl", tmp_path)) as meeting:
+        p, d = meeting.child("P", "producer"), meeting.here("D", "consumer")
+        late = p.call("prefill", "r", A, THERE)
+        assert d.load("q", A, late, HERE) == "recving"
+        link = link_of(d)
+        assert p.call("sleep")["held_bytes"] == 0
+        request = BlockRead(
+            local=HERE, remote=THERE, writing=contextlib.nullcontext, stop=lambda: False, deadline=time.monotonic() + 5
+        )
+        with contextlib.suppress(TorporError):
+            link._remote.read(request, lambda: None)
+        load = Load(LoadRequest(request_id="x", local_block_ids=HERE, params=late))  # type: ignore[arg-type]
+        with pytest.raises(TorporError):
+            link._confirm(load, load.expected_word(link._key))
+        assert p.process.poll() is None
+        p.call("wake")
+        liar.set()
+        assert d.load("s", B, p.call("prefill", "s", B, THERE), HERE) == "recving"
+        assert d.has(B, HERE)
+
+
 def test_p1_an_old_epoch_is_not_read(meeting: Meeting) -> None:
     p, d = meeting.child("P", "producer"), meeting.child("D", "consumer")
     late = p.call("prefill", "late", A, THERE)

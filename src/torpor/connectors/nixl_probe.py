@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROBE_BYTES = 4 << 20
 LEAST_BYTES = 1 << 20  # of less, only latencies would be seen
 PROBE_TIMEOUT_S = 5.0
-SLOWER = 4  # times than the device's own copies: then something lies in between
+SLOWER = 10  # times than the device's own copies: then something lies in between
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,10 @@ class KVEngine:
         """Fills the blocks with the prompt's pattern and hands them off; what the client would get as ``kv_transfer_params``."""
         for index, block in enumerate(block_ids):
             self.write_block(block, expected(self.spec, prompt, index))
+        return self.hand_off(request_id, prompt, block_ids)
+
+    def hand_off(self, request_id: str, prompt: Sequence[int], block_ids: Sequence[int]) -> dict[str, Any]:
+        """The end of ``prefill``: whatever is in the blocks is taken for the prompt's KV."""
         request = _request(request_id, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         kept, params = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids], len(prompt))
@@ -111,14 +115,14 @@ class KVEngine:
                 self._finished[request_id] = name
         return finished
 
-    def wait(self, request_id: str, timeout_s: float = 10) -> str:
+    def wait(self, request_id: str, timeout_s: float = 10, poll_s: float = POLL_S) -> str:
         """ "sending", "recving" or "failed". TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self._finished:
             self.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"request {request_id} did not finish within {timeout_s} s")
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return self._finished.pop(request_id)
 
     def sleep(self) -> SleepReport:
