@@ -5,6 +5,7 @@ Results are data; tables.py shows them.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from rich.markup import escape
 from torpor.demo.fleet import Fleet, Service
 from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
+from torpor.demo.random_model import RANDOM, save_random_model
 from torpor.demo.tables import show_answers, show_phases, show_rows
 from torpor.errors import TorporError
 
@@ -28,8 +30,22 @@ from torpor.errors import TorporError
 class DemoConfig:
     connectors: tuple[str, ...] = ("ipc", "nixl")
     cycles: int = 2
-    model: str = PairConfig.model
+    model: str = PairConfig.model  # or RANDOM
     max_tokens: int = 16
+    memory_driver: str = PairConfig.memory_driver
+
+    def pair(self, connector: str) -> PairConfig:
+        """On one GPU each where there are two: then blocks cross the link between them."""
+        import torch
+
+        devices = (0, 1) if self.memory_driver != "host" and torch.cuda.device_count() > 1 else (0, 0)
+        return PairConfig(
+            connector=connector,
+            model=self.model,
+            max_tokens=self.max_tokens,
+            memory_driver=self.memory_driver,
+            devices=devices,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +115,9 @@ def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str
 
 def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> bool:
     """One pair from start to stop. True when every row passed."""
-    pair_config = PairConfig(connector=connector, model=config.model, max_tokens=config.max_tokens)
     with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
         try:
-            rows, pulled = run_pair(fleet, pair_config, config.cycles, console, phases)
+            rows, pulled = run_pair(fleet, config.pair(connector), config.cycles, console, phases)
         except (TorporError, httpx.TransportError) as error:
             console.print(f"[red]{connector}: {escape(str(error))}[/red]\n{escape(fleet.last_words())}", highlight=False)
             return False
@@ -131,13 +146,24 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     phases = Phases()
     started = time.monotonic()
     passed = True
-    with phases.timed("model: found or converted"):
-        prepare_model(config.model, console)
-    for connector in config.connectors:
-        passed = run_connector(connector, config, console, phases) and passed
+    with model_ready(config, console, phases) as ready:
+        for connector in ready.connectors:
+            passed = run_connector(connector, ready, console, phases) and passed
     show_phases(console, phases.seconds, time.monotonic() - started)
     console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
     return passed
+
+
+@contextmanager
+def model_ready(config: DemoConfig, console: Console, phases: Phases) -> Iterator[DemoConfig]:
+    """The configuration with a model that two engines can load at once: made in a folder of its own, or converted."""
+    with tempfile.TemporaryDirectory(prefix="torpor-demo-model-") as folder:
+        with phases.timed("model: made, found or converted"):
+            if config.model == RANDOM:
+                config = dataclasses.replace(config, model=str(save_random_model(Path(folder) / RANDOM)))
+            else:
+                prepare_model(config.model, console)
+        yield config
 
 
 def prepare_model(source: str, console: Console) -> None:
