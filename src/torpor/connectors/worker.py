@@ -13,6 +13,7 @@ from torpor.connectors import geometry as geometries
 from torpor.connectors.auth import load_secret
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
 from torpor.connectors.config import KV_ROLES, ConnectorConfig
+from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import FencePage, new_lease_key
 from torpor.connectors.geometry import KV_TAG, Geometry
 from torpor.connectors.leases import LeaseTable
@@ -78,6 +79,8 @@ class PullWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, memory: Memory) -> None:
         if self._geometry is not None:
             raise StateError("the KV cache is registered already", state="registered")
+        pieces = sum(tag.resident_bytes for tag in memory.stats().tags if tag.tag == KV_TAG) // memory.config.extent_bytes
+        make_room(2 * pieces)  # those that are published, and as many while it is looked at or published anew
         with memory.exports(KV_TAG) as exported:
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
         if memory.device.driver != "host":
