@@ -39,6 +39,14 @@ def weights_and_kv_gib() -> tuple[float, float]:
     return min(16.0, max(1.0, fifth)), min(32.0, max(2.0, 2 * fifth))
 
 
+def growth_gib() -> list[float]:
+    """Half, twice and four times those weights, as far as device and host hold them."""
+    weights, kv = weights_and_kv_gib()
+    found = hardware()
+    room = min(0.9 * found.get("gpu_memory_gib", 0.0) - kv, 0.6 * found["memory_gib"])
+    return [times * weights for times in (0.5, 2.0, 4.0) if times * weights <= room]
+
+
 def versions() -> dict[str, str]:
     """Of torpor with its commit, Python, the packages that matter, and the CUDA of the driver, if any."""
     cuda = _cuda_version()

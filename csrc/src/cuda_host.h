@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cuda_table.h"
@@ -49,11 +50,27 @@ class HostLocks {
   std::map<Address, uint64_t> pieces_;
 };
 
-// A stream and a page-locked buffer, lent to one thread at a time.
+// A stream and a page-locked buffer that the device can use too, lent to one thread at a time.
 struct Lane {
-  static constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
   CUstream stream = nullptr;
   void *buffer = nullptr;  // only where asked for
+  uint64_t buffer_bytes = 0;
+};
+
+// Marks a point of a stream; waiting for it leaves the processor to others.
+class Event {
+ public:
+  Event();  // needs a current context
+  Event(const Event &) = delete;
+  Event(Event &&other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event &operator=(const Event &) = delete;
+  ~Event();
+  void record(CUstream stream, int op);
+  void wait(int op) const;
+  void hold(CUstream stream, int op) const;  // the stream waits for it
+
+ private:
+  CUevent event_ = nullptr;
 };
 
 class Lanes {
@@ -66,7 +83,7 @@ class Lanes {
   // Gives its lane back, with nothing in flight on it, when it dies. Needs a current context.
   class Lease {
    public:
-    Lease(Lanes &lanes, bool buffer, int op);
+    Lease(Lanes &lanes, uint64_t buffer_bytes, int op);
     Lease(const Lease &) = delete;
     Lease &operator=(const Lease &) = delete;
     ~Lease();
@@ -74,10 +91,14 @@ class Lanes {
     Lane lane;
 
    private:
+    void complete(uint64_t buffer_bytes, int op);
     Lanes &lanes_;
   };
 
  private:
+  static constexpr uint64_t kLeastBuffer = uint64_t{4} << 20;
+  Lane take(uint64_t buffer_bytes);
+
   const Context &context_;
   std::mutex mutex_;
   std::vector<Lane> idle_;

@@ -47,8 +47,8 @@ uint64_t hash_chunk(const void *data, uint64_t bytes) noexcept;
 // content has to be fetched or displaced.
 uint64_t copy_and_hash(void *to, const void *from, uint64_t bytes) noexcept;
 
-// All chunks of a job whose memory this process can read.
-void hash_chunks(const HashJob &job, uint32_t threads);
+// Chunks whose memory this process can read.
+void hash_chunks(const std::vector<HashItem> &chunks, uint32_t threads);
 
 namespace hash_detail {
 // The sum over `words` words, of which the first has the index `first`. What the machine cannot run is null. Tests compare them.

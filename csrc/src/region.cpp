@@ -122,6 +122,7 @@ std::exception_ptr unmap_regions(const std::vector<Region *> &regions, uint64_t 
   Lock lock(regions.front()->device().structure);
   std::exception_ptr failure;
   try {
+    regions.front()->device().driver().quiesce();  // what still computes with the memory would fault
     for (Region *region : regions) {
       std::exception_ptr unreleased;
       try {

@@ -44,6 +44,11 @@ class Shared:
         return self.device.driver == "host"
 
     @property
+    def maps_late(self) -> bool:
+        """Is memory that needs no content better created while images are copied?"""
+        return not self.on_host
+
+    @property
     def torch_ordinal(self) -> int | None:
         return None if self.on_host else self.config.device
 

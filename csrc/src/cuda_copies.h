@@ -1,0 +1,45 @@
+// Copies and hashes of the cuda driver: the link kept full, and everything checked beside it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda_host.h"
+#include "cuda_kernels.h"
+
+namespace torpor::cuda {
+
+class Copies {
+ public:
+  explicit Copies(const Context &context) : context_(context), lanes_(context) {}
+  Copies(const Copies &) = delete;
+  Copies &operator=(const Copies &) = delete;
+  ~Copies();
+
+  // What Driver promises of each.
+  void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
+  void copy_blocks(const BlockCopies &blocks, uint32_t threads);
+  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Meanwhile &meanwhile);
+  void hash(const std::vector<HashItem> &chunks, uint32_t threads);
+  std::string hash_path();
+
+ private:
+  // Compiled at first use; null where that cannot be, which is not tried again.
+  const Kernels *kernels();
+  void hash_by_kernel(const Kernels &kernels, const HashItem *chunks, uint64_t count);
+  void hash_staged(const HashItem &chunk);
+  void copy_blocks_by_kernel(const Kernels &kernels, const BlockCopies &blocks);
+  void restore(const std::vector<CheckedCopy> &chunks, const Meanwhile &meanwhile);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
+
+  const Context &context_;
+  Lanes lanes_;
+  std::mutex mutex_;  // of the next two
+  bool asked_ = false;
+  std::unique_ptr<Kernels> kernels_;
+  std::string why_staged_;
+};
+
+}  // namespace torpor::cuda
