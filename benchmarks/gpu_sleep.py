@@ -1,7 +1,7 @@
-"""Sleep and wake of torpor.memory on a GPU against the link, and against other sleepers, in one run.
+"""Sleep and wake of torpor.memory on a GPU against the link, in one run. Other sleepers: gpu_peers.py.
 
-    python benchmarks/gpu_sleep.py                  # everything: 16 GiB of weights and 32 of KV cache, growth, peers
-    python benchmarks/gpu_sleep.py --parts main     # without growth, blocks and peers
+    python benchmarks/gpu_sleep.py                  # everything: 16 GiB of weights and 32 of KV cache, growth, blocks
+    python benchmarks/gpu_sleep.py --parts main     # without growth and blocks
 
 The link is one large copy of the weights' bytes between the device and their page-locked image, the best of one, two and four
 streams. Weights go to the host, the KV cache is discarded:
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import common
-import gpu_others
+import machine
 import numpy as np
 import torch
 
@@ -225,40 +225,39 @@ def show_growth(run: common.Run, all_results: list[Results]) -> dict[str, float]
     return slopes
 
 
-def goals(results: Results, peers: dict[str, Any]) -> dict[str, bool]:
-    reached = {f"{case}: {results.median(case):.3f} s, goal {goal}": results.median(case) <= goal for case, goal in GOALS.items()}
+def goals(results: Results) -> list[common.Goal]:
+    def under(what: str, value: float, goal: float) -> common.Goal:
+        return common.Goal(what=what, measured=f"{value:.3f} s", needed=f"at most {goal:g} s", reached=value <= goal)
+
+    reached = [under(case, results.median(case), goal) for case, goal in GOALS.items()]
     for case, (link, goal) in GOALS_OF_LINK.items():
-        reached[f"{case}: {results.of_link(case):.3f} times the {link}, goal {goal}"] = results.of_link(case) <= goal
-    arena = results.median("arena")
-    reached[f"arena: {arena:.2f} s, goal {GOAL_ARENA_S}"] = arena <= GOAL_ARENA_S
-    for name, peer in peers.items():
-        best, ours = min(peer["wake"].values), results.median("wake at once")
-        reached[f"wake at once: {ours:.3f} s, {name}'s best {best:.3f}"] = ours < best
-    return reached
+        times = results.of_link(case)
+        measured, needed = f"{times:.3f} times the {link}", f"at most {goal:g}"
+        reached.append(common.Goal(what=case, measured=measured, needed=needed, reached=times <= goal))
+    return [*reached, under("image memory ready", results.median("arena"), GOAL_ARENA_S)]
 
 
 def main() -> None:
-    options = common.arguments(
-        __doc__, weights=16.0, kv=32.0, rounds=5, sizes="8,32,64", parts="main,blocks,peers,growth", name="gpu_sleep"
-    )
-    run = common.Run(options.name, f"sleep and wake on {torch.cuda.get_device_name()}, against the link and others")
+    weights_gib, kv_gib = machine.weights_and_kv_gib()
+    growth = ",".join(f"{gib:g}" for gib in machine.growth_gib())
+    options = common.arguments(__doc__, weights=weights_gib, kv=kv_gib, rounds=5, sizes=growth, parts="main,blocks,growth")
+    if options.quick:
+        options.rounds, options.parts = 2, "main,blocks"
+    run = common.Run("gpu_sleep", f"sleep and wake on {torch.cuda.get_device_name()}, against the link", options.out)
     parts = options.parts.split(",")
     results = measure(int(options.weights * GIB), int(options.kv * GIB), options.rounds)
     show(run, results)
-    document: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "main": results.as_json()}
+    document: dict[str, Any] = {"main": results.as_json()}
     if "blocks" in parts:
         document["blocks_gb_per_s"] = blocks(options.rounds)
         run.table("block copies on the device, GB/s", ["", "GB/s"], [[k, v] for k, v in document["blocks_gb_per_s"].items()])
-    peers = gpu_others.measure(results.weights_bytes, results.kv_bytes, options.rounds) if "peers" in parts else {}
-    document["peers_seconds"] = peers
-    run.table("others, ms", ["", "first sleep", "sleep", "wake"], [gpu_others.row(name, peer) for name, peer in peers.items()])
     if "growth" in parts:
-        sizes = [int(float(size) * GIB) for size in options.sizes.split(",")]
+        sizes = [int(float(size) * GIB) for size in options.sizes.split(",") if size]
         grown = [measure(size, results.kv_bytes, max(2, options.rounds // 2)) for size in sizes]
         grown = sorted([results, *grown], key=lambda r: r.weights_bytes)
         document["growth"] = [r.as_json() for r in grown]
         document["slope_s_per_gib"] = show_growth(run, grown)
-    run.write(document, goals(results, peers))
+    run.write(document, goals(results))
 
 
 if __name__ == "__main__":
