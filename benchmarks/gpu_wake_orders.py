@@ -167,8 +167,8 @@ def rows_of(found: dict[str, dict[str, common.Samples]], link_s: float) -> list[
 
 
 def main() -> None:
-    options = common.arguments(__doc__, weights=16.0, cache=32.0, rounds=5, name="gpu_wake_orders")
-    run = common.Run(options.name, "orders of a wake: creating memory against copying")
+    options = common.arguments(__doc__, weights=16.0, cache=32.0, rounds=5)
+    run = common.Run("gpu_wake_orders", "orders of a wake: creating memory against copying", options.out)
     weights_bytes, cache_bytes = int(options.weights * GIB), int(options.cache * GIB)
     document: dict[str, Any] = {}
     with Device.open("cuda") as device, device.create_arena(weights_bytes) as arena:
@@ -183,7 +183,7 @@ def main() -> None:
             scene.close()
             title = f"extents of {extent} MiB; ms (times the link), medians of {options.rounds}"
             run.table(title, ["", *PAUSES], rows_of(document[f"{extent} MiB"], document["link"].median))
-    run.write({"seconds": document})
+    run.write({"seconds": document}, [])
 
 
 if __name__ == "__main__":
