@@ -21,6 +21,7 @@ constexpr size_t kDepth = 4;                         // pieces in flight per str
 #define TORPOR_SAVE_PIECE (uint64_t{4} << 20)
 #endif
 constexpr uint64_t kSavePiece = TORPOR_SAVE_PIECE;  // small: hashed while it is in the processor's cache
+constexpr uint64_t kHashPart = uint64_t{256} << 10;
 #ifndef TORPOR_CLEAR_RATE
 #define TORPOR_CLEAR_RATE 400
 #endif
@@ -73,13 +74,13 @@ uint64_t largest(const std::vector<Chunk> &chunks, const Size &size) {
 // A stream on which a few copies are under way, in order.
 class Flight {
  public:
-  Flight(Lanes &lanes) : lease_(lanes, 0, TP_OP_COPY) {}
+  Flight(Lanes &lanes, bool spin) : spin_(spin), lease_(lanes, 0, TP_OP_COPY) {}
   CUstream stream() const { return lease_.lane.stream; }
   // Behind what was started last. Waits until there are fewer than kDepth in front; `landed` is then called for what has ended.
   template <typename Landed>
   const Event &mark(const Landed &landed) {
     if (events_.size() == kDepth) land(landed);
-    events_.emplace_back();
+    events_.emplace_back(spin_);
     events_.back().record(stream(), TP_OP_COPY);
     return events_.back();
   }
@@ -95,36 +96,46 @@ class Flight {
     events_.pop_front();
     landed();
   }
+  const bool spin_;
   Lanes::Lease lease_;  // ends with nothing in flight
   std::deque<Event> events_;
 };
 
-// How many pieces have arrived, for those who wait to check them.
+// How many pieces have arrived, for those who wait to check them. They look again and again: what they wait for takes microseconds.
 class Arrivals {
  public:
-  void add() { change([&] { ++count_; }); }
-  void fail() { change([&] { failed_ = true; }); }
+  void add() { count_.fetch_add(1, std::memory_order_release); }
+  void fail() { failed_.store(true); }
   // False: it will not arrive.
-  bool wait(uint64_t piece) {
-    std::unique_lock<std::mutex> guard(mutex_);
-    changed_.wait(guard, [&] { return failed_ || count_ > piece; });
-    return count_ > piece;
+  bool wait(uint64_t piece) const {
+    while (count_.load(std::memory_order_acquire) <= piece) {
+      if (failed_.load()) return false;
+      std::this_thread::yield();
+    }
+    return true;
   }
 
  private:
-  template <typename Change>
-  void change(const Change &body) {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      body();
-    }
-    changed_.notify_all();
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t count_ = 0;
-  bool failed_ = false;
+  std::atomic<uint64_t> count_{0};
+  std::atomic<bool> failed_{false};
 };
+
+// What one processor hashes at a time: little enough that it is still in the cache that the link writes to.
+struct Part {
+  uint64_t chunk, piece, offset, bytes;
+};
+
+std::vector<Part> parts_of(const std::vector<CheckedCopy> &chunks, const std::vector<Piece> &pieces) {
+  std::vector<Part> out;
+  for (uint64_t p = 0; p < pieces.size(); ++p) {
+    for (uint64_t i = pieces[p].first; i < pieces[p].last; ++i) {
+      for (uint64_t offset = 0; offset < chunks[i].span.bytes; offset += kHashPart) {
+        out.push_back({i, p, offset, std::min(kHashPart, chunks[i].span.bytes - offset)});
+      }
+    }
+  }
+  return out;
+}
 
 // Threads that work beside the caller. When anybody throws, `stop` tells the others, and the first failure leaves run().
 class Crew {
@@ -323,7 +334,7 @@ void Copies::restore(const Kernels &compiled, const std::vector<CheckedCopy> &ch
   std::atomic<uint64_t> next{0};
   const auto move = [&](bool by_kernel) {
     const Context::Scope scope(context_, TP_OP_COPY);
-    Flight flight(lanes_);
+    Flight flight(lanes_, false);
     while (!by_kernel || clearing()) {
       const uint64_t p = next.fetch_add(1);
       if (p >= pieces.size()) break;
@@ -358,13 +369,13 @@ bool Copies::can_pull(const tp_span &span) {
 // The processors hash what lies in host memory, close behind the copies: nobody else can say what is really there.
 void Copies::save(const std::vector<CheckedCopy> &chunks, uint32_t threads) {
   const std::vector<Piece> pieces = pieces_of(chunks, kSavePiece);
-  std::vector<uint64_t> piece_of;
-  for (uint64_t p = 0; p < pieces.size(); ++p) piece_of.resize(pieces[p].last, p);
+  const std::vector<Part> parts = parts_of(chunks, pieces);
+  std::vector<std::atomic<uint64_t>> sums(chunks.size());
   Arrivals arrivals;
   const auto copy_all = [&] {
     const Context::Scope scope(context_, TP_OP_COPY);
     try {
-      Flight flight(lanes_);
+      Flight flight(lanes_, true);
       const auto landed = [&] { arrivals.add(); };
       for (const Piece &piece : pieces) {
         start(TP_COPY_TO_HOST, piece.span, flight.stream());
@@ -378,12 +389,19 @@ void Copies::save(const std::vector<CheckedCopy> &chunks, uint32_t threads) {
   };
   std::atomic<uint64_t> next{0};
   const auto hash_some = [&] {
-    for (uint64_t i = next.fetch_add(1); i < chunks.size() && arrivals.wait(piece_of[i]); i = next.fetch_add(1)) {
-      *chunks[i].hash = hash_chunk(reinterpret_cast<const void *>(chunks[i].span.dst), chunks[i].span.bytes);
+    for (uint64_t i = next.fetch_add(1); i < parts.size() && arrivals.wait(parts[i].piece); i = next.fetch_add(1)) {
+      ChunkHash part = ChunkHash::from(parts[i].offset);
+      part.add(reinterpret_cast<const void *>(chunks[parts[i].chunk].span.dst + parts[i].offset), parts[i].bytes);
+      sums[parts[i].chunk] += part.sum();
     }
   };
   // The first is the caller's: where no threads are to be had, copying comes first.
   parallel_for(threads + 1, threads + 1, [&](uint64_t i) { i == 0 ? copy_all() : hash_some(); });
+  for (uint64_t i = 0; i < chunks.size(); ++i) {
+    ChunkHash whole;
+    whole.add_summed(sums[i], chunks[i].span.bytes);
+    *chunks[i].hash = whole.finish();
+  }
 }
 
 }  // namespace torpor::cuda

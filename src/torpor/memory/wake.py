@@ -1,7 +1,7 @@
 """The wake transaction: memory for everything asked, content from images, then hooks come back.
 
-Where copies go beside the creation of memory (cuda), and the device says beforehand that there is room for all, they do: memory that
-gets content first. Whatever fails then, everything is unmapped again (M5).
+Where copies can go beside the creation of memory (cuda), and the device says beforehand that there is room for all, they do: what
+gets content is created first. Whatever fails then, everything is unmapped again (M5).
 """
 
 from __future__ import annotations
