@@ -21,7 +21,6 @@ from torpor._native import ChunkImage, Device, Region
 
 GIB, MIB = 1 << 30, 1 << 20
 CHUNK = 2 * MIB
-EXTENTS = (64, 256, 512, 1024)
 DEFAULT_EXTENT = 512
 PAUSES = {"at once": 0.0, "later": 1.0}
 SETTLE_S = 0.3  # before every round: what the last one released has been cleared
@@ -167,14 +166,14 @@ def rows_of(found: dict[str, dict[str, common.Samples]], link_s: float) -> list[
 
 
 def main() -> None:
-    options = common.arguments(__doc__, weights=16.0, cache=32.0, rounds=5)
+    options = common.arguments(__doc__, weights=16.0, cache=32.0, rounds=5, extents="512,64,256,1024")
     run = common.Run("gpu_wake_orders", "orders of a wake: creating memory against copying", options.out)
     weights_bytes, cache_bytes = int(options.weights * GIB), int(options.cache * GIB)
     document: dict[str, Any] = {}
     with Device.open("cuda") as device, device.create_arena(weights_bytes) as arena:
         device.hash_path()  # compiled before anything is timed
         arena.commit(0, weights_bytes, THREADS)
-        for extent in EXTENTS:
+        for extent in (int(mib) for mib in options.extents.split(",")):
             scene = Scene(device, arena.address, weights_bytes, cache_bytes, extent * MIB)
             if "link" not in document:
                 document["link"] = link(scene, options.rounds)
