@@ -9,14 +9,13 @@ Importing this puts the tree's own ``src`` first on the path: what is measured i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import fcntl
 import gc
-import importlib.metadata
 import json
 import os
-import platform
 import random
-import resource
 import shlex
 import statistics
 import sys
@@ -26,14 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import machine
+from machine import ROOT
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 MEASUREMENTS = ROOT / "docs" / "measurements"
-PACKAGES = ("torpor", "torch", "numpy", "transformers")
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 console = Console(width=140 if not sys.stdout.isatty() else None, highlight=False)
 
@@ -66,6 +64,11 @@ class Samples:
 
     def as_dict(self) -> dict[str, Any]:
         return {"median": self.median, "min": self.low, "max": self.high, "values": list(self.values)}
+
+
+def scaled(samples: Samples, factor: float) -> Samples:
+    """In another unit."""
+    return Samples(tuple(factor * value for value in samples.values))
 
 
 Case = Callable[[], "float | None"]
@@ -105,65 +108,27 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------------
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{name: version for name in PACKAGES if (version := _version(name))},
-    }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def environment() -> dict[str, str]:
     """For child processes: they import the same tree."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-
-
-class Load:
-    """What everybody else took of the processors since it was made: of all cores, from 0 to 1."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._all, self._own = _busy_s(), _own_s()
-
-    @property
-    def others(self) -> float:
-        elapsed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        return max(0.0, (_busy_s() - self._all) - (_own_s() - self._own)) / elapsed if elapsed else 0.0
-
-
-def _busy_s() -> float:
-    """Of all cores since boot: user, nice, system, irq, softirq and what the hypervisor stole."""
-    fields = [int(x) for x in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) * TICK_S
-
-
-def _own_s() -> float:
-    """Of this process and its children that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usages)
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What was to be reached. Texts are with their units, as they are shown."""
+
+    what: str
+    measured: str = ""
+    needed: str = ""
+    reached: bool
+
+    def __str__(self) -> str:
+        figures = [self.measured, f"goal {self.needed}" if self.needed else ""]
+        return ": ".join([self.what, ", ".join(filter(None, figures))] if any(figures) else [self.what])
 
 
 class Run:
@@ -171,58 +136,91 @@ class Run:
 
     >>> run = Run("engine_throughput", "Engine against transformers.generate")
     >>> run.table("batch 1", ["case", "tokens/s"], [["torpor", 31.2], ["transformers", 30.9]])
-    >>> run.write({"batch_1": {"torpor": 31.2}}, goals={"batch 1": 31.2 >= 30.9})
+    >>> run.write({"batch_1": {"torpor": 31.2}}, [Goal(what="batch 1", measured="31.2", needed="30.9", reached=True)])
     """
 
-    def __init__(self, name: str, title: str, folder: str | Path = MEASUREMENTS) -> None:
+    def __init__(self, name: str, title: str, folder: str | Path = MEASUREMENTS, gpu: bool | None = None) -> None:
+        """``gpu``: whether the figures are a GPU's, which names the file; None: when the name begins with ``gpu_``."""
         self.name = name
         self.title = title
+        self.device = machine.device_name(name.startswith("gpu_") if gpu is None else gpu)
         self._folder = Path(folder)
-        self._load = Load()
+        self._load = machine.Load()
         self._began = time.monotonic()
+        self._rows: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {
-            "benchmark": name,
             "title": title,
             "command": command_line(),
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "machine": machine(),
+            "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
             "load_average_before": round(os.getloadavg()[0], 2),
         }
         console.print(f"[bold]{title}[/bold]")
-        console.print(f"{self.header['command']}\n" + ", ".join(f"{k} {v}" for k, v in self.header["machine"].items()))
+        shown = {**self.header["hardware"], **self.header["versions"]}
+        console.print(f"{self.header['command']}\n" + ", ".join(f"{k} {v}" for k, v in shown.items()))
         console.print(f"load average before: {self.header['load_average_before']}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """The first column is text, the others are numbers or text, right-aligned."""
+        """The first column is text, the others are numbers or text, right-aligned. Its rows are in the file too."""
         table = Table(title=title, title_justify="left")
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right")
         for row in rows:
-            table.add_row(*(_cell(value) for value in row))
+            table.add_row(*map(cell, row))
+            self._rows.append({"table": title, **dict(zip((column or "what" for column in columns), row, strict=True))})
         console.print(table)
 
     def note(self, text: str) -> None:
         console.print(text)
 
-    def write(self, results: Mapping[str, Any], goals: Mapping[str, bool] | None = None) -> Path:
-        """``docs/measurements/<name>.json``. ``goals``: what was to be reached, and whether it was."""
+    def write(self, results: Mapping[str, Any], goals: Mapping[str, bool] | Sequence[Goal] = ()) -> Path:
+        """Into ``<device>.json``, in the place of this benchmark's last run; other benchmarks' runs stay.
+
+        ``goals``: what was to be reached, and whether it was.
+        """
+        if isinstance(goals, Mapping):
+            goals = [Goal(what=text, reached=reached) for text, reached in goals.items()]
         others = round(self._load.others, 3)
         seconds = round(time.monotonic() - self._began, 1)
-        for goal, reached in (goals or {}).items():
-            console.print(f"[{'green' if reached else 'red'}]{'reached' if reached else 'MISSED '}[/]  {goal}")
+        for goal in goals:
+            console.print(f"[{'green' if goal.reached else 'red'}]{'reached' if goal.reached else 'MISSED '}[/]  {goal}")
         console.print(f"others took {others:.0%} of the processors meanwhile; {seconds:.0f} s in all")
         document = {
             **self.header,
             "processors_taken_by_others": others,
             "seconds": seconds,
-            "goals": dict(goals or {}),
+            "rows": rounded(self._rows),
+            "goals": [dataclasses.asdict(goal) for goal in goals],
             "results": rounded(results),
         }
-        path = self._folder.resolve() / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        path = self._folder.resolve() / f"{self.device}.json"
+        put(path, self.name, document)
         console.print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
         return path
+
+
+def measured_lately(folder: str | Path, device: str, name: str, within_s: float = 3600.0) -> dict[str, Any] | None:
+    """The results of another benchmark on this device, when they are of the same commit and not old."""
+    path = Path(folder) / f"{device}.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    if found is None or found["versions"]["commit"] != machine.commit():
+        return None
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(found["when"])
+    return dict(found["results"]) if age.total_seconds() < within_s else None
+
+
+def put(path: Path, name: str, document: Mapping[str, Any]) -> None:
+    """Under ``name`` in a file of measurements, which is made where it is missing; two processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        benchmarks = json.loads(file.read() or "{}")
+        benchmarks[name] = document
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(dict(sorted(benchmarks.items())), indent=2) + "\n")
 
 
 def command_line() -> str:
@@ -245,7 +243,7 @@ def rounded(value: Any, digits: int = 5) -> Any:
     return value
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     if isinstance(value, Samples):
         return f"{value.median:.3g} ({value.low:.3g}-{value.high:.3g})"
     if isinstance(value, float):
@@ -254,7 +252,11 @@ def _cell(value: Any) -> str:
 
 
 def arguments(description: str | None, **defaults: int | float | str) -> argparse.Namespace:
-    """Options ``--name value``, each of its default's type; ``--name`` alone where the default is False."""
+    """Options ``--name value``, each of its default's type; ``--name`` alone where the default is False.
+
+    ``--quick`` and ``--out`` are always among them: scripts/gpu gives every benchmark both.
+    """
+    defaults = {"quick": False, "out": str(MEASUREMENTS), **defaults}
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in defaults.items():
         kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default), "default": default}

@@ -197,8 +197,6 @@ def main() -> None:
         rounds=3,
         every_s=0.1,
         seed=0,
-        quick=False,
-        out=str(common.MEASUREMENTS),
     )
     torch.set_num_threads(options.threads)
     run = common.Run("engine_throughput", f"engine against transformers.generate, {options.threads} threads each", options.out)

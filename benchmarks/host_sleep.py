@@ -20,6 +20,7 @@ All of that is in the times.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -274,11 +275,11 @@ def goals(reference: Results) -> dict[str, bool]:
 
 
 def main() -> None:
-    options = common.arguments(
-        __doc__, sizes="0.5,1,2,4,8", rounds=4, threads=common.machine()["cores"], reference=4.0, name="host_sleep"
-    )
+    options = common.arguments(__doc__, sizes="0.5,1,2,4,8", rounds=4, threads=len(os.sched_getaffinity(0)), reference=4.0)
+    if options.quick:
+        options.sizes, options.rounds = "0.5", 1
     torch.set_num_threads(options.threads)
-    run = common.Run(options.name, f"host driver: sleep and wake against memcpy, {options.threads} threads each")
+    run = common.Run("host_sleep", f"host driver: sleep and wake against memcpy, {options.threads} threads each", options.out)
     sizes = sorted(int(float(size) * GIB) for size in options.sizes.split(","))
     prime(2 * sizes[-1])
     all_results = [measure(n, options.threads, rounds_of(n, options.rounds)) for n in sizes]

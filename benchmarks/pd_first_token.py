@@ -122,8 +122,6 @@ def main() -> None:
         rounds=3,
         threads=1,
         kv_cache_bytes="256MiB",
-        quick=False,
-        out=str(common.MEASUREMENTS),
     )
     if options.quick:
         options.connectors, options.lengths, options.rounds, options.kv_cache_bytes = "ipc", "4", 1, "4MiB"

@@ -132,9 +132,7 @@ def measure(load: Load, seconds: float, seed: int) -> Figures:
 
 
 def main() -> None:
-    options = common.arguments(
-        __doc__, running=1000, waiting=10_000, seconds=15.0, seed=0, quick=False, out=str(common.MEASUREMENTS)
-    )
+    options = common.arguments(__doc__, running=1000, waiting=10_000, seconds=15.0, seed=0)
     running, waiting, seconds = (20, 50, 0.2) if options.quick else (options.running, options.waiting, options.seconds)
     run = common.Run("scheduler_steps", f"the scheduler alone: {running} running, {waiting} waiting", options.out)
     loads = {

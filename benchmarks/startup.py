@@ -167,9 +167,7 @@ def show_starts(run: common.Run, starts: dict[str, list[Start]]) -> dict[str, di
 
 
 def main() -> None:
-    options = common.arguments(
-        __doc__, model="builtin:smollm2-135m", rounds=3, threads=1, quick=False, out=str(common.MEASUREMENTS)
-    )
+    options = common.arguments(__doc__, model="builtin:smollm2-135m", rounds=3, threads=1)
     run = common.Run("startup", f"torpor serve {Path(options.model).name}: from the start to the first token", options.out)
     arguments = ("--threads", str(options.threads), "--kv-cache-bytes", "64MiB")
     rounds, warmup = (1, 0) if options.quick else (options.rounds, 1)

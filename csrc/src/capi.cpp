@@ -87,6 +87,14 @@ std::vector<torpor::Region *> batch(tp_region *const *regions, uint64_t n) {
   return out;
 }
 
+std::vector<tp_image> image_list(const tp_image *images, uint64_t n) {
+  if (n > 0) require("images", images);
+  for (uint64_t i = 0; i < n; ++i) {
+    if (images[i].bytes > 0) require("wanted, checked", images[i].wanted, images[i].checked);
+  }
+  return {images, images + n};
+}
+
 }  // namespace
 
 extern "C" {
@@ -115,6 +123,13 @@ TORPOR_API tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out
   return guarded(err, [&] {
     require("device, out", device, out);
     *out = device->device->stats();
+  });
+}
+
+TORPOR_API tp_status tp_device_free_bytes(tp_device *device, uint64_t *bytes, tp_error *err) {
+  return guarded(err, [&] {
+    require("device, bytes", device, bytes);
+    *bytes = device->device->driver().free_bytes();
   });
 }
 
@@ -262,26 +277,45 @@ TORPOR_API tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes
   return guarded(err, [&] {
     require("device", device);
     if (bytes > 0) require("out", out);
-    device->device->hash({address, bytes, chunk_bytes, out}, on_host != 0, threads);
+    device->device->hash({address, bytes}, chunk_bytes, on_host != 0, out, threads);
   });
 }
 
-TORPOR_API tp_status tp_save(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
-                             const uint8_t *wanted, uint8_t *valid, const uint64_t *known, uint64_t *source, uint64_t *copied,
-                             uint32_t threads, tp_error *err) {
+TORPOR_API tp_status tp_hash_path(tp_device *device, char *out, uint64_t cap, tp_error *err) {
   return guarded(err, [&] {
-    require("device", device);
-    if (bytes > 0) require("wanted, valid, known, source, copied", wanted, valid, known, source, copied);
-    device->device->save({device_address, host_address, bytes, chunk_bytes, wanted}, {valid, known, source, copied}, threads);
+    require("device, out", device, out);
+    if (cap == 0) throw Error::invalid("no room for a text");
+    const std::string text = device->device->driver().hash_path();
+    const size_t length = std::min<size_t>(text.size(), cap - 1);
+    std::memcpy(out, text.data(), length);
+    out[length] = '\0';
   });
 }
 
-TORPOR_API tp_status tp_restore(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes,
-                                uint64_t chunk_bytes, const uint8_t *wanted, uint64_t *arrived, uint32_t threads, tp_error *err) {
+TORPOR_API tp_status tp_save(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads,
+                             tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
-    if (bytes > 0) require("wanted, arrived", wanted, arrived);
-    device->device->restore({device_address, host_address, bytes, chunk_bytes, wanted}, arrived, threads);
+    for (const tp_image &image : image_list(images, n)) {
+      if (image.bytes > 0) require("valid, known, source", image.valid, image.known, image.source);
+    }
+    device->device->save({{images, images + n}, chunk_bytes}, threads);
+  });
+}
+
+TORPOR_API tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads,
+                                tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    device->device->restore({image_list(images, n), chunk_bytes}, threads);
+  });
+}
+
+TORPOR_API tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m,
+                             uint64_t chunk_bytes, uint32_t threads, tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads);
   });
 }
 

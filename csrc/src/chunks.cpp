@@ -1,5 +1,6 @@
 #include "chunks.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "hash.h"
@@ -8,41 +9,12 @@
 namespace torpor {
 namespace {
 
-using Indices = std::vector<uint64_t>;
+tp_span to_host(const ImageChunk &chunk) { return {chunk.host(), chunk.device(), chunk.bytes}; }
+tp_span to_device(const ImageChunk &chunk) { return {chunk.device(), chunk.host(), chunk.bytes}; }
 
-Indices wanted_indices(const Chunks &chunks) {
-  Indices out;
-  for (uint64_t i = 0; i < chunks.count(); ++i) {
-    if (chunks.wanted[i] != 0) out.push_back(i);
-  }
-  return out;
-}
+uint64_t hash_on_host(const ImageChunk &chunk) { return hash_chunk(reinterpret_cast<const void *>(chunk.host()), chunk.bytes); }
 
-tp_span to_host(const Chunks &chunks, uint64_t i) {
-  return {chunks.host + chunks.offset(i), chunks.device + chunks.offset(i), chunks.size(i)};
-}
-
-tp_span to_device(const Chunks &chunks, uint64_t i) {
-  return {chunks.device + chunks.offset(i), chunks.host + chunks.offset(i), chunks.size(i)};
-}
-
-uint64_t hash_on_host(const Chunks &chunks, uint64_t i) {
-  return hash_chunk(reinterpret_cast<const void *>(chunks.host + chunks.offset(i)), chunks.size(i));
-}
-
-void hash_on_device(Driver &driver, const Chunks &chunks, uint64_t i, uint64_t *out) {
-  driver.hash({chunks.device + chunks.offset(i), chunks.size(i), chunks.chunk_bytes, out + i}, 1);
-}
-
-// One driver call per stretch of neighbours.
-void hash_stretches(Driver &driver, const Chunks &chunks, const Indices &indices, uint64_t *out, uint32_t threads) {
-  for (size_t first = 0, last = 0; first < indices.size(); first = last) {
-    for (last = first + 1; last < indices.size() && indices[last] == indices[last - 1] + 1;) ++last;
-    const uint64_t start = indices[first], end = indices[last - 1];
-    const uint64_t bytes = chunks.offset(end) + chunks.size(end) - chunks.offset(start);
-    driver.hash({chunks.device + chunks.offset(start), bytes, chunks.chunk_bytes, out + start}, threads);
-  }
-}
+void hash_on_device(Driver &driver, const ImageChunk &chunk, uint64_t *out) { driver.hash({{chunk.device(), chunk.bytes, out}}, 1); }
 
 // Where many chunks in a row had changed, the next is copied without asking: hashing it first would be one read more, and a chunk that
 // turns out unchanged is as right as before.
@@ -62,60 +34,72 @@ class Streak {
   std::atomic<uint64_t> length_{0};
 };
 
-// Clears the flag of a chunk that is about to be overwritten.
-bool needs_copy(const SaveHashes &hashes, uint64_t i) {
-  if (hashes.valid[i] != 0 && hashes.known[i] == hashes.source[i]) return false;
-  hashes.valid[i] = 0;
-  return true;
+bool is_known(const ImageChunk &chunk) { return chunk.image->known[chunk.index] == chunk.image->source[chunk.index]; }
+bool is_valid(const ImageChunk &chunk) { return chunk.image->valid[chunk.index] != 0; }
+
+// Hashed first only where the image may turn out to be right. The flag of a chunk that is about to be overwritten is cleared.
+void save_chunk(Driver &driver, const ImageChunk &chunk, Streak &streak) {
+  const bool was_valid = is_valid(chunk);
+  uint64_t *source = chunk.image->source + chunk.index;
+  if (was_valid && !streak.on()) {
+    hash_on_device(driver, chunk, source);
+    if (is_known(chunk)) return streak.note(false);
+  }
+  chunk.image->valid[chunk.index] = 0;
+  *source = driver.copy_hashed(TP_COPY_TO_HOST, to_host(chunk));
+  chunk.image->checked[chunk.index] = hash_on_host(chunk);
+  streak.note(!was_valid || !is_known(chunk));
 }
 
-// Hashed first only where the image may turn out to be right.
-void save_chunk(Driver &driver, const Chunks &chunks, const SaveHashes &hashes, uint64_t i, Streak &streak) {
-  const bool was_valid = hashes.valid[i] != 0;
-  if (was_valid && !streak.on()) {
-    hash_on_device(driver, chunks, i, hashes.source);
-    if (hashes.known[i] == hashes.source[i]) return streak.note(false);
+// Hashes all, then copies what is not known.
+void save_in_batches(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads) {
+  std::vector<HashItem> items;
+  items.reserve(chunks.size());
+  for (const ImageChunk &chunk : chunks) items.push_back({chunk.device(), chunk.bytes, chunk.image->source + chunk.index});
+  driver.hash(items, threads);
+  std::vector<CheckedCopy> copies;
+  for (const ImageChunk &chunk : chunks) {
+    if (is_valid(chunk) && is_known(chunk)) continue;
+    chunk.image->valid[chunk.index] = 0;
+    copies.push_back({to_host(chunk), chunk.image->checked + chunk.index});
   }
-  hashes.valid[i] = 0;
-  hashes.source[i] = driver.copy_hashed(TP_COPY_TO_HOST, to_host(chunks, i));
-  hashes.copied[i] = hash_on_host(chunks, i);
-  streak.note(!was_valid || hashes.known[i] != hashes.source[i]);
+  if (!copies.empty()) driver.copy_checked(TP_COPY_TO_HOST, copies, threads, {});
 }
 
 }  // namespace
 
-void save_chunks(Driver &driver, const Chunks &chunks, const SaveHashes &hashes, uint32_t threads) {
-  const Indices indices = wanted_indices(chunks);
-  if (driver.chunk_by_chunk()) {
-    Streak streak;
-    return parallel_for(indices.size(), threads, [&](uint64_t k) { save_chunk(driver, chunks, hashes, indices[k], streak); });
+std::vector<ImageChunk> wanted_chunks(const Images &images) {
+  std::vector<ImageChunk> out;
+  for (const tp_image &image : images.list) {
+    uint64_t bytes = 0;
+    for (uint64_t i = 0, offset = 0; offset < image.bytes; ++i, offset += bytes) {
+      bytes = std::min(images.chunk_bytes, image.bytes - offset);
+      if (image.wanted[i] != 0) out.push_back({&image, i, offset, bytes});
+    }
   }
-  hash_stretches(driver, chunks, indices, hashes.source, threads);
-  std::vector<tp_span> spans;
-  Indices changed;
-  for (uint64_t i : indices) {
-    if (!needs_copy(hashes, i)) continue;
-    changed.push_back(i);
-    spans.push_back(to_host(chunks, i));
-  }
-  if (changed.empty()) return;
-  driver.copy(TP_COPY_TO_HOST, spans, threads);
-  parallel_for(changed.size(), threads, [&](uint64_t k) { hashes.copied[changed[k]] = hash_on_host(chunks, changed[k]); });
+  return out;
 }
 
-void restore_chunks(Driver &driver, const Chunks &chunks, uint64_t *arrived, uint32_t threads) {
-  const Indices indices = wanted_indices(chunks);
-  if (driver.chunk_by_chunk()) {
-    return parallel_for(indices.size(), threads, [&](uint64_t k) {
-      driver.copy_hashed(TP_COPY_TO_DEVICE, to_device(chunks, indices[k]));
-      hash_on_device(driver, chunks, indices[k], arrived);
+void save_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads) {
+  if (chunks.empty()) return;
+  driver.quiesce();
+  if (!driver.chunk_by_chunk()) return save_in_batches(driver, chunks, threads);
+  Streak streak;
+  parallel_for(chunks.size(), threads, [&](uint64_t k) { save_chunk(driver, chunks[k], streak); });
+}
+
+void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Beside &beside) {
+  if (driver.chunk_by_chunk() || chunks.empty()) {
+    if (beside.work) beside.work();
+    return parallel_for(chunks.size(), threads, [&](uint64_t k) {
+      driver.copy_hashed(TP_COPY_TO_DEVICE, to_device(chunks[k]));
+      hash_on_device(driver, chunks[k], chunks[k].image->checked + chunks[k].index);
     });
   }
-  std::vector<tp_span> spans;
-  for (uint64_t i : indices) spans.push_back(to_device(chunks, i));
-  if (spans.empty()) return;
-  driver.copy(TP_COPY_TO_DEVICE, spans, threads);
-  hash_stretches(driver, chunks, indices, arrived, threads);
+  std::vector<CheckedCopy> copies;
+  copies.reserve(chunks.size());
+  for (const ImageChunk &chunk : chunks) copies.push_back({to_device(chunk), chunk.image->checked + chunk.index});
+  driver.copy_checked(TP_COPY_TO_DEVICE, copies, threads, beside);
 }
 
 }  // namespace torpor

@@ -2,31 +2,32 @@
 // what tp_save and tp_restore promise; no rule about whom to believe is here.
 #pragma once
 
+#include <vector>
+
 #include "driver.h"
 
 namespace torpor {
 
-// A range of device memory and its image; chunk i counts where wanted[i] is not 0.
-struct Chunks {
-  Address device = 0;
-  Address host = 0;
-  uint64_t bytes = 0;
+// Ranges of device memory and their images, all cut into chunks of one size; a chunk counts where its `wanted` is not 0.
+struct Images {
+  std::vector<tp_image> list;
   uint64_t chunk_bytes = 0;
-  const uint8_t *wanted = nullptr;
-
-  uint64_t count() const { return (bytes + chunk_bytes - 1) / chunk_bytes; }
-  uint64_t offset(uint64_t i) const { return i * chunk_bytes; }
-  uint64_t size(uint64_t i) const { return i + 1 == count() ? bytes - offset(i) : chunk_bytes; }
 };
 
-struct SaveHashes {
-  uint8_t *valid = nullptr;
-  const uint64_t *known = nullptr;
-  uint64_t *source = nullptr;
-  uint64_t *copied = nullptr;
+// One chunk that counts.
+struct ImageChunk {
+  const tp_image *image = nullptr;
+  uint64_t index = 0;
+  uint64_t offset = 0, bytes = 0;
+
+  Address device() const { return image->device_address + offset; }
+  Address host() const { return image->host_address + offset; }
+  bool follows(const ImageChunk &before) const { return image == before.image && index == before.index + 1; }
 };
 
-void save_chunks(Driver &driver, const Chunks &chunks, const SaveHashes &hashes, uint32_t threads);
-void restore_chunks(Driver &driver, const Chunks &chunks, uint64_t *arrived, uint32_t threads);
+std::vector<ImageChunk> wanted_chunks(const Images &images);
+
+void save_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads);
+void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Beside &beside);
 
 }  // namespace torpor

@@ -3,26 +3,21 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <deque>
 
+#include "cuda_copies.h"
 #include "cuda_host.h"
 #include "cuda_table.h"
-#include "hash.h"
 #include "host_pages.h"
-#include "parallel.h"
 
 namespace torpor {
 namespace {
 
 using namespace cuda;
 
-constexpr uint64_t kCopyPiece = uint64_t{32} << 20;
-
 class CudaDriver final : public Driver {
  public:
-  explicit CudaDriver(int32_t ordinal) : context_(ordinal), lanes_(context_) {
+  explicit CudaDriver(int32_t ordinal) : context_(ordinal), copies_(context_, locks_) {
     if (context_.attribute(kAttributeVmm) == 0) throw Error::unsupported("the CUDA device has no virtual memory management");
     exports_ = context_.attribute(kAttributePosixFd) != 0;
     rdma_ = context_.attribute(kAttributeRdmaVmm) != 0;
@@ -76,6 +71,7 @@ class CudaDriver final : public Driver {
   void release(const Physical &physical) override {
     const Context::Scope scope(context_, TP_OP_RELEASE);
     check(cu_.cuMemRelease(physical.handle), TP_OP_RELEASE, "cuMemRelease");
+    copies_.note_released(physical.bytes);
   }
 
   void map(Address address, const Physical &physical, bool) override {
@@ -113,33 +109,19 @@ class CudaDriver final : public Driver {
     return {handle, bytes, 0, 0, false};
   }
 
+  void quiesce() override {
+    const Context::Scope scope(context_);
+    check(cu_.cuCtxSynchronize(), kNoOp, "cuCtxSynchronize");
+  }
+
   bool chunk_by_chunk() const override { return false; }
-
-  void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override {
-    const Context::Scope scope(context_, TP_OP_COPY);
-    std::deque<Lanes::Lease> leases;
-    for (uint32_t i = 0; i < std::min(threads, kMaxStreams); ++i) leases.emplace_back(lanes_, false, TP_OP_COPY);
-    size_t next = 0;
-    for (tp_span span : spans) {
-      while (span.bytes > 0) {
-        const uint64_t bytes = std::min(span.bytes, kCopyPiece);
-        enqueue(kind, {span.dst, span.src, bytes}, leases[next++ % leases.size()].lane.stream);
-        span = {span.dst + bytes, span.src + bytes, span.bytes - bytes};
-      }
-    }
-    for (Lanes::Lease &lease : leases) lease.wait(TP_OP_COPY);
+  void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override { copies_.copy(kind, spans, threads); }
+  void copy_blocks(const BlockCopies &blocks, uint32_t threads) override { copies_.copy_blocks(blocks, threads); }
+  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
+    copies_.copy_checked(kind, chunks, threads, beside);
   }
-
-  // Chunks travel to page-locked buffers and are hashed by the processor, at the speed of the link. The definition in hash.h is
-  // made for a kernel that would read them where they are.
-  void hash(const HashJob &job, uint32_t threads) override {
-    parallel_for(job.chunks(), threads, [&](uint64_t i) {
-      const Context::Scope scope(context_, TP_OP_HASH);
-      Lanes::Lease lease(lanes_, true, TP_OP_HASH);
-      const uint64_t offset = i * job.chunk_bytes;
-      job.out[i] = hash_staged({job.address + offset, std::min(job.chunk_bytes, job.bytes - offset)}, lease);
-    });
-  }
+  void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { copies_.hash(chunks, threads); }
+  std::string hash_path() override { return copies_.hash_path(); }
 
   void commit(Range range, uint32_t threads) override {
     const Context::Scope scope(context_, TP_OP_COMMIT);
@@ -159,8 +141,6 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  static constexpr uint32_t kMaxStreams = 4;  // one saturates the link, a few keep it full between pieces
-
   CUmemAllocationProp properties(bool exportable) const {
     CUmemAllocationProp prop{};
     prop.type = kAllocationPinned;
@@ -170,35 +150,10 @@ class CudaDriver final : public Driver {
     return prop;
   }
 
-  void enqueue(tp_copy_kind kind, const tp_span &span, CUstream stream) {
-    switch (kind) {
-      case TP_COPY_TO_HOST:
-        return check(cu_.cuMemcpyDtoHAsync_v2(reinterpret_cast<void *>(span.dst), span.src, span.bytes, stream), TP_OP_COPY,
-                     "cuMemcpyDtoHAsync");
-      case TP_COPY_TO_DEVICE:
-        return check(cu_.cuMemcpyHtoDAsync_v2(span.dst, reinterpret_cast<const void *>(span.src), span.bytes, stream), TP_OP_COPY,
-                     "cuMemcpyHtoDAsync");
-      case TP_COPY_DEVICE:
-        return check(cu_.cuMemcpyAsync(span.dst, span.src, span.bytes, stream), TP_OP_COPY, "cuMemcpyAsync");
-    }
-  }
-
-  uint64_t hash_staged(Range chunk, Lanes::Lease &lease) {
-    ChunkHash hash;
-    for (uint64_t offset = 0; offset < chunk.bytes; offset += Lane::kBufferBytes) {
-      const uint64_t bytes = std::min(Lane::kBufferBytes, chunk.bytes - offset);
-      check(cu_.cuMemcpyDtoHAsync_v2(lease.lane.buffer, chunk.address + offset, bytes, lease.lane.stream), TP_OP_HASH,
-            "cuMemcpyDtoHAsync");
-      lease.wait(TP_OP_HASH);
-      hash.add(lease.lane.buffer, bytes);
-    }
-    return hash.finish();
-  }
-
   const Table &cu_ = table();
   Context context_;
-  Lanes lanes_;
   HostLocks locks_;
+  Copies copies_;
   bool exports_ = false;
   bool rdma_ = false;
   uint64_t granularity_ = 0;

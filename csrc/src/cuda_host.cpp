@@ -36,7 +36,8 @@ void HostLocks::lock_pieces(Range range) {
   for (Address at = range.address; at < range.end();) {
     // Piece borders at fixed addresses, whatever was committed first.
     const uint64_t bytes = std::min(range.end(), (at / kPiece + 1) * kPiece) - at;
-    check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(at), bytes, kHostPortable), TP_OP_COMMIT, "cuMemHostRegister");
+    check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(at), bytes, kHostPortable | kHostDeviceMap), TP_OP_COMMIT,
+          "cuMemHostRegister");
     pieces_[at] = bytes;
     at += bytes;
   }
@@ -74,21 +75,56 @@ void HostLocks::unlock(Range range) {
   }
 }
 
-Lanes::Lease::Lease(Lanes &lanes, bool buffer, int op) : lanes_(lanes) {
-  {
-    std::lock_guard<std::mutex> guard(lanes.mutex_);
-    lanes.idle_.reserve(lanes.idle_.size() + 8);  // so that giving back needs no memory
-    if (!lanes.idle_.empty()) {
-      lane = lanes.idle_.back();
-      lanes.idle_.pop_back();
-    }
+Address HostLocks::border_after(Address at) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto next = pieces_.upper_bound(at);
+  if (next != pieces_.begin()) {
+    const auto &[start, bytes] = *std::prev(next);
+    if (at < start + bytes) return start + bytes;
   }
+  return next == pieces_.end() ? UINT64_MAX : next->first;
+}
+
+bool HostLocks::locked(Range range) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  auto piece = pieces_.upper_bound(range.address);
+  if (piece == pieces_.begin()) return false;
+  Address reached = range.address;
+  for (--piece; piece != pieces_.end() && piece->first <= reached && reached < range.end(); ++piece) {
+    if (piece->first + piece->second <= reached) return false;
+    reached = piece->first + piece->second;
+  }
+  return reached >= range.end();
+}
+
+Event::Event(bool spin) {
+  const unsigned flags = kEventDisableTiming | (spin ? 0 : kEventBlockingSync);
+  check(table().cuEventCreate(&event_, flags), TP_OP_COPY, "cuEventCreate");
+}
+Event::~Event() {
+  if (event_ != nullptr) table().cuEventDestroy_v2(event_);
+}
+void Event::record(CUstream stream, int op) { check(table().cuEventRecord(event_, stream), op, "cuEventRecord"); }
+void Event::wait(int op) const { check(table().cuEventSynchronize(event_), op, "cuEventSynchronize"); }
+void Event::hold(CUstream stream, int op) const { check(table().cuStreamWaitEvent(stream, event_, 0), op, "cuStreamWaitEvent"); }
+
+// One whose buffer is large enough if there is one, and an idle one without its buffer otherwise.
+Lane Lanes::take(uint64_t buffer_bytes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  idle_.reserve(idle_.size() + 8);  // so that giving back needs no memory
+  if (idle_.empty()) return {};
+  const auto fits = [&](const Lane &lane) { return lane.buffer_bytes >= buffer_bytes; };
+  auto found = std::find_if(idle_.rbegin(), idle_.rend(), fits);
+  if (found == idle_.rend()) found = idle_.rbegin();
+  const Lane lane = *found;
+  idle_.erase(std::next(found).base());
+  return lane;
+}
+
+Lanes::Lease::Lease(Lanes &lanes, uint64_t buffer_bytes, int op) : lane(lanes.take(buffer_bytes)), lanes_(lanes) {
   // A lane that lacks a part goes back to the others when an exception leaves here: both parts are optional to the destructor.
   try {
-    if (lane.stream == nullptr) check(table().cuStreamCreate(&lane.stream, kStreamNonBlocking), op, "cuStreamCreate");
-    if (buffer && lane.buffer == nullptr) {
-      check(table().cuMemHostAlloc(&lane.buffer, Lane::kBufferBytes, kHostPortable), op, "cuMemHostAlloc");
-    }
+    complete(buffer_bytes, op);
   } catch (...) {
     std::lock_guard<std::mutex> guard(lanes.mutex_);
     lanes.idle_.push_back(lane);
@@ -96,10 +132,21 @@ Lanes::Lease::Lease(Lanes &lanes, bool buffer, int op) : lanes_(lanes) {
   }
 }
 
+void Lanes::Lease::complete(uint64_t buffer_bytes, int op) {
+  const Table &cu = table();
+  if (lane.stream == nullptr) check(cu.cuStreamCreate(&lane.stream, kStreamNonBlocking), op, "cuStreamCreate");
+  if (lane.buffer_bytes >= buffer_bytes) return;
+  if (lane.buffer != nullptr) check(cu.cuMemFreeHost(lane.buffer), op, "cuMemFreeHost");
+  lane.buffer = nullptr, lane.buffer_bytes = 0;
+  const uint64_t bytes = std::max(buffer_bytes, kLeastBuffer);
+  check(cu.cuMemHostAlloc(&lane.buffer, bytes, kHostPortable | kHostDeviceMap), op, "cuMemHostAlloc");
+  lane.buffer_bytes = bytes;
+}
+
 void Lanes::Lease::wait(int op) { check(table().cuStreamSynchronize(lane.stream), op, "cuStreamSynchronize"); }
 
 Lanes::Lease::~Lease() {
-  table().cuStreamSynchronize(lane.stream);
+  if (lane.stream != nullptr) table().cuStreamSynchronize(lane.stream);
   std::lock_guard<std::mutex> guard(lanes_.mutex_);
   lanes_.idle_.push_back(lane);
 }

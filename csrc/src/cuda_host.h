@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cuda_table.h"
@@ -40,6 +41,10 @@ class HostLocks {
  public:
   void lock(Range range);    // all or nothing
   void unlock(Range range);  // what a piece has outside the range is locked again
+  // One copy may not cross the border of two locks: where the lock that `at` lies in ends, or where the next one begins.
+  Address border_after(Address at);
+  bool locked(Range range);
+
  private:
   void lock_pieces(Range range);
   void drop(Address address);
@@ -49,11 +54,28 @@ class HostLocks {
   std::map<Address, uint64_t> pieces_;
 };
 
-// A stream and a page-locked buffer, lent to one thread at a time.
+// A stream and a page-locked buffer that the device can use too, lent to one thread at a time.
 struct Lane {
-  static constexpr uint64_t kBufferBytes = uint64_t{4} << 20;
   CUstream stream = nullptr;
   void *buffer = nullptr;  // only where asked for
+  uint64_t buffer_bytes = 0;
+};
+
+// Marks a point of a stream.
+class Event {
+ public:
+  // Needs a current context. spin: waiting is exact to the microsecond and takes a processor; else it leaves that to others.
+  explicit Event(bool spin);
+  Event(const Event &) = delete;
+  Event(Event &&other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event &operator=(const Event &) = delete;
+  ~Event();
+  void record(CUstream stream, int op);
+  void wait(int op) const;
+  void hold(CUstream stream, int op) const;  // the stream waits for it
+
+ private:
+  CUevent event_ = nullptr;
 };
 
 class Lanes {
@@ -66,7 +88,7 @@ class Lanes {
   // Gives its lane back, with nothing in flight on it, when it dies. Needs a current context.
   class Lease {
    public:
-    Lease(Lanes &lanes, bool buffer, int op);
+    Lease(Lanes &lanes, uint64_t buffer_bytes, int op);
     Lease(const Lease &) = delete;
     Lease &operator=(const Lease &) = delete;
     ~Lease();
@@ -74,10 +96,14 @@ class Lanes {
     Lane lane;
 
    private:
+    void complete(uint64_t buffer_bytes, int op);
     Lanes &lanes_;
   };
 
  private:
+  static constexpr uint64_t kLeastBuffer = uint64_t{4} << 20;
+  Lane take(uint64_t buffer_bytes);
+
   const Context &context_;
   std::mutex mutex_;
   std::vector<Lane> idle_;

@@ -14,11 +14,17 @@ using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUcontext = struct CUctx_st *;
 using CUstream = struct CUstream_st *;
+using CUevent = struct CUevent_st *;
+using CUmodule = struct CUmod_st *;
+using CUfunction = struct CUfunc_st *;
 using CUmemGenericAllocationHandle = unsigned long long;
 
 inline constexpr CUresult kSuccess = 0;
 inline constexpr CUresult kOutOfMemory = 2;
 
+inline constexpr int kAttributeProcessors = 16;
+inline constexpr int kAttributeComputeMajor = 75;
+inline constexpr int kAttributeComputeMinor = 76;
 inline constexpr int kAttributeVmm = 102;
 inline constexpr int kAttributePosixFd = 103;
 inline constexpr int kAttributeRdmaVmm = 110;
@@ -31,6 +37,9 @@ inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kGranularityMinimum = 0;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kHostPortable = 1;
+inline constexpr unsigned kHostDeviceMap = 2;
+inline constexpr unsigned kEventBlockingSync = 1;
+inline constexpr unsigned kEventDisableTiming = 2;
 
 struct CUmemLocation {
   int type;
@@ -87,7 +96,18 @@ static_assert(sizeof(CUmemAccessDesc) == 12);
   F(cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream))                             \
   F(cuStreamCreate, (CUstream * stream, unsigned flags))                                                          \
   F(cuStreamDestroy_v2, (CUstream stream))                                                                        \
-  F(cuStreamSynchronize, (CUstream stream))
+  F(cuStreamSynchronize, (CUstream stream))                                                                       \
+  F(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                                          \
+  F(cuCtxSynchronize, (void))                                                                                     \
+  F(cuEventCreate, (CUevent * event, unsigned flags))                                                             \
+  F(cuEventDestroy_v2, (CUevent event))                                                                           \
+  F(cuEventRecord, (CUevent event, CUstream stream))                                                              \
+  F(cuEventSynchronize, (CUevent event))                                                                          \
+  F(cuModuleLoadData, (CUmodule * module, const void *image))                                                     \
+  F(cuModuleUnload, (CUmodule module))                                                                            \
+  F(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char *name))                              \
+  F(cuLaunchKernel, (CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, \
+                     unsigned shared_bytes, CUstream stream, void **arguments, void **extra))
 
 struct Table {
 #define TORPOR_CUDA_MEMBER(name, arguments) CUresult(*name) arguments = nullptr;

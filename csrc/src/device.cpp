@@ -1,10 +1,14 @@
 #include "device.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <iterator>
+#include <map>
 
 #include "cuda_driver.h"
 #include "hash.h"
 #include "host_driver.h"
+#include "region.h"
 
 namespace torpor {
 namespace {
@@ -37,22 +41,78 @@ Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint
   return range;
 }
 
-// Runs of neighbours on both sides become one span.
-std::vector<tp_span> block_spans(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids,
-                                 uint64_t n) {
-  std::vector<tp_span> spans;
-  for (uint64_t i = 0; i < n; ++i) {
-    const tp_span next{dst + dst_ids[i] * block_bytes, src + src_ids[i] * block_bytes, block_bytes};
-    if (!spans.empty()) {
-      tp_span &last = spans.back();
-      if (last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {
-        last.bytes += block_bytes;
-        continue;
-      }
-    }
-    spans.push_back(next);
+// Pins the memory of one side, one stretch of neighbours after the other.
+template <typename Side>
+void pin_side(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks, const Side &side) {
+  for (size_t first = 0, last = 0; first < chunks.size(); first = last) {
+    uint64_t bytes = chunks[first].bytes;
+    for (last = first + 1; last < chunks.size() && chunks[last].follows(chunks[last - 1]); ++last) bytes += chunks[last].bytes;
+    pins.add({side(chunks[first]), bytes});
   }
-  return spans;
+}
+
+void pin_device(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_side(pins, chunks, [](const ImageChunk &chunk) { return chunk.device(); });
+}
+
+void pin_host(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_side(pins, chunks, [](const ImageChunk &chunk) { return chunk.host(); });
+}
+
+void pin(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_device(pins, chunks);
+  pin_host(pins, chunks);
+}
+
+// Which part of the regions that a wake maps has memory already.
+class Dawn {
+ public:
+  void expect(Range range) { reached_[range.address] = {range.address, range.end()}; }
+  bool expects(Address at) const {
+    const auto next = reached_.upper_bound(at);
+    return next != reached_.begin() && at < std::prev(next)->second.end;
+  }
+  // A region has memory up to `end`.
+  void reach(Address end) {
+    change([&] { std::prev(reached_.lower_bound(end))->second.there = end; });
+  }
+  void fail() {
+    change([&] { failed_ = true; });
+  }
+  // False: it will not have memory.
+  bool wait(Range range) {
+    if (!expects(range.address)) return true;
+    std::unique_lock<std::mutex> guard(mutex_);
+    const Part &part = std::prev(reached_.upper_bound(range.address))->second;
+    changed_.wait(guard, [&] { return failed_ || part.there >= range.end(); });
+    return part.there >= range.end();
+  }
+
+ private:
+  struct Part {
+    Address there = 0, end = 0;
+  };
+  template <typename Change>
+  void change(const Change &body) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      body();
+    }
+    changed_.notify_all();
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Address, Part> reached_;  // by start; its keys stay
+  bool failed_ = false;
+};
+
+std::vector<ImageChunk> checked_chunks(const Images &images) {
+  check_chunk_bytes(images.chunk_bytes);
+  for (const tp_image &image : images.list) {
+    check_range("chunks", image.device_address, image.bytes);
+    check_range("an image", image.host_address, image.bytes);
+  }
+  return wanted_chunks(images);
 }
 
 }  // namespace
@@ -120,42 +180,86 @@ void Device::copy_blocks(Address dst, Address src, uint64_t block_bytes, const u
   AccessTable::Pins pins(access);
   pins.add(block_bounds(dst, block_bytes, dst_ids, n));
   pins.add(block_bounds(src, block_bytes, src_ids, n));
-  driver_->copy(TP_COPY_DEVICE, block_spans(dst, src, block_bytes, dst_ids, src_ids, n), std::max(threads, 1u));
+  driver_->copy_blocks({dst, src, block_bytes, dst_ids, src_ids, n}, std::max(threads, 1u));
 }
 
-void Device::hash(const HashJob &job, bool on_host, uint32_t threads) {
-  check_chunk_bytes(job.chunk_bytes);
-  check_range("a hash", job.address, job.bytes);
+void Device::hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads) {
+  check_chunk_bytes(chunk_bytes);
+  check_range("a hash", range.address, range.bytes);
   AccessTable::Pins pins(access);
-  pins.add({job.address, job.bytes});
+  pins.add(range);
+  std::vector<HashItem> chunks;
+  for (uint64_t offset = 0, bytes = 0; offset < range.bytes; offset += bytes) {
+    bytes = std::min(chunk_bytes, range.bytes - offset);
+    chunks.push_back({range.address + offset, bytes, out + chunks.size()});
+  }
   if (on_host) {
-    hash_chunks(job, std::max(threads, 1u));
+    hash_chunks(chunks, std::max(threads, 1u));
   } else {
-    driver_->hash(job, std::max(threads, 1u));
+    driver_->hash(chunks, std::max(threads, 1u));
   }
 }
 
-void Device::pin(AccessTable::Pins &pins, const Chunks &chunks) {
-  check_chunk_bytes(chunks.chunk_bytes);
-  check_range("chunks", chunks.device, chunks.bytes);
-  check_range("an image", chunks.host, chunks.bytes);
-  for (Address base : {chunks.device, chunks.host}) {
-    for (uint64_t i = 0; i < chunks.count(); ++i) {
-      if (chunks.wanted[i] != 0) pins.add({base + chunks.offset(i), chunks.size(i)});
+void Device::save(const Images &images, uint32_t threads) {
+  const std::vector<ImageChunk> chunks = checked_chunks(images);
+  AccessTable::Pins pins(access);
+  pin(pins, chunks);
+  save_chunks(*driver_, chunks, std::max(threads, 1u));
+}
+
+void Device::restore(const Images &images, uint32_t threads) {
+  const std::vector<ImageChunk> chunks = checked_chunks(images);
+  AccessTable::Pins pins(access);
+  pin(pins, chunks);
+  restore_chunks(*driver_, chunks, std::max(threads, 1u), {});
+}
+
+void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads) {
+  if (driver_->chunk_by_chunk()) {
+    map_regions(regions);
+    return restore(images, threads);
+  }
+  const std::vector<ImageChunk> chunks = checked_chunks(images);
+  AccessTable::Pins pins(access);
+  Dawn dawn;
+  for (Region *region : regions) {
+    if (!region->space.mapped()) dawn.expect(region->space.range());
+  }
+  const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
+  std::vector<ImageChunk> there;
+  std::copy_if(chunks.begin(), chunks.end(), std::back_inserter(there), [&](const auto &chunk) { return !expected(chunk); });
+  pin_device(pins, there);
+  pin_host(pins, chunks);
+  Rising rising(regions);
+  Beside beside;
+  beside.ready = [&](Range range) { return dawn.wait(range); };
+  beside.work = [&] {
+    try {
+      rising.run([&](Range range) { dawn.reach(range.end()); });
+      pin_device(pins, chunks);
+    } catch (...) {
+      dawn.fail();
+      throw;
     }
+  };
+  restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
+}
+
+std::vector<tp_span> spans_of(const BlockCopies &blocks) {
+  std::vector<tp_span> spans;
+  for (uint64_t i = 0; i < blocks.count; ++i) {
+    const uint64_t bytes = blocks.block_bytes;
+    const tp_span next{blocks.dst + blocks.dst_ids[i] * bytes, blocks.src + blocks.src_ids[i] * bytes, bytes};
+    if (!spans.empty()) {
+      tp_span &last = spans.back();
+      if (last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {
+        last.bytes += bytes;
+        continue;
+      }
+    }
+    spans.push_back(next);
   }
-}
-
-void Device::save(const Chunks &chunks, const SaveHashes &hashes, uint32_t threads) {
-  AccessTable::Pins pins(access);
-  pin(pins, chunks);
-  save_chunks(*driver_, chunks, hashes, std::max(threads, 1u));
-}
-
-void Device::restore(const Chunks &chunks, uint64_t *arrived, uint32_t threads) {
-  AccessTable::Pins pins(access);
-  pin(pins, chunks);
-  restore_chunks(*driver_, chunks, arrived, std::max(threads, 1u));
+  return spans;
 }
 
 }  // namespace torpor

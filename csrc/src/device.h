@@ -20,6 +20,8 @@
 
 namespace torpor {
 
+class Region;
+
 class Device {
  public:
   Device(std::unique_ptr<Driver> driver, FaultDriver *faults)
@@ -38,9 +40,11 @@ class Device {
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
   void copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n,
                    uint32_t threads);
-  void hash(const HashJob &job, bool on_host, uint32_t threads);
-  void save(const Chunks &chunks, const SaveHashes &hashes, uint32_t threads);
-  void restore(const Chunks &chunks, uint64_t *arrived, uint32_t threads);
+  void hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads);
+  void save(const Images &images, uint32_t threads);
+  void restore(const Images &images, uint32_t threads);
+  // Maps the regions and restores the images, most of which lie in them.
+  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads);
 
   std::mutex structure;
   AccessTable access;
@@ -48,7 +52,6 @@ class Device {
   Graveyard orphans;
 
  private:
-  void pin(AccessTable::Pins &pins, const Chunks &chunks);
 
   std::unique_ptr<Driver> driver_;
   FaultDriver *faults_;

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "error.h"
@@ -36,12 +38,33 @@ enum class Vacancy {
   guard,  // zero pages where the driver can give them (P4)
 };
 
-struct HashJob {
+// One chunk, and where its hash goes.
+struct HashItem {
   Address address = 0;
   uint64_t bytes = 0;
-  uint64_t chunk_bytes = 0;
   uint64_t *out = nullptr;
-  uint64_t chunks() const { return (bytes + chunk_bytes - 1) / chunk_bytes; }
+};
+
+// A chunk to copy, and where the hash of what then lies at its destination goes.
+struct CheckedCopy {
+  tp_span span;
+  uint64_t *hash = nullptr;
+};
+
+// Block dst_ids[i] of dst becomes block src_ids[i] of src.
+struct BlockCopies {
+  Address dst = 0, src = 0;
+  uint64_t block_bytes = 0;
+  const uint64_t *dst_ids = nullptr, *src_ids = nullptr;
+  uint64_t count = 0;
+};
+// Runs of neighbours on both sides become one span.
+std::vector<tp_span> spans_of(const BlockCopies &blocks);
+
+// What goes on beside copies to the device. Either may be empty.
+struct Beside {
+  std::function<void()> work;        // called once, on the caller's thread; it may make the memory that is copied to
+  std::function<bool(Range)> ready;  // blocks until the range can be written; false: it never will
 };
 
 class Driver {
@@ -76,14 +99,25 @@ class Driver {
   // The descriptor stays the caller's; the result is released like a created one.
   virtual Physical import_fd(int fd, uint64_t bytes) = 0;
 
+  // Waits for everything that this process has in flight on the device, whoever started it.
+  virtual void quiesce() = 0;
+
   // Returns when everything is copied.
   virtual void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) = 0;
-  // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else one step for all chunks, then the next.
+  virtual void copy_blocks(const BlockCopies &blocks, uint32_t threads) { copy(TP_COPY_DEVICE, spans_of(blocks), threads); }
+  // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else it has copy_checked.
   virtual bool chunk_by_chunk() const = 0;
   // Copies on the caller's thread and gives the hash of the bytes that it read.
   virtual uint64_t copy_hashed(tp_copy_kind, const tp_span &) { throw Error::unsupported("this driver copies in batches"); }
+  // Copies every chunk and hashes it where it arrived, one step beside the other. What the work beside throws leaves here once
+  // nothing is in flight.
+  virtual void copy_checked(tp_copy_kind, const std::vector<CheckedCopy> &, uint32_t, const Beside &) {
+    throw Error::unsupported("this driver copies chunk by chunk");
+  }
   // Chunk hashes of device memory; hash.h has the definition.
-  virtual void hash(const HashJob &job, uint32_t threads) = 0;
+  virtual void hash(const std::vector<HashItem> &chunks, uint32_t threads) = 0;
+  // How `hash` does it, for people.
+  virtual std::string hash_path() = 0;
 
   // Backs page-aligned, reserved, uncommitted host address space with memory, ready for fast copies.
   virtual void commit(Range range, uint32_t threads) = 0;

@@ -108,9 +108,39 @@ uint64_t FaultDriver::copy_hashed(tp_copy_kind kind, const tp_span &span) {
   return real_->copy_hashed(kind, span);
 }
 
-void FaultDriver::hash(const HashJob &job, uint32_t threads) {
+void FaultDriver::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+  try {
+    check(TP_OP_COPY);
+  } catch (const Error &) {
+    BlockCopies half = blocks;
+    half.count /= 2;
+    real_->copy_blocks(half, threads);
+    throw;
+  }
+  real_->copy_blocks(blocks, threads);
+}
+
+// One copy, and one hash of it.
+void FaultDriver::copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads,
+                               const Beside &beside) {
+  try {
+    check(TP_OP_COPY);
+  } catch (const Error &) {
+    real_->copy_checked(kind, {chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(chunks.size() / 2)}, threads, beside);
+    throw;
+  }
+  real_->copy_checked(kind, chunks, threads, beside);
+  try {
+    check(TP_OP_HASH);
+  } catch (const Error &) {
+    for (const CheckedCopy &chunk : chunks) *chunk.hash = 0;
+    throw;
+  }
+}
+
+void FaultDriver::hash(const std::vector<HashItem> &chunks, uint32_t threads) {
   check(TP_OP_HASH);
-  real_->hash(job, threads);
+  real_->hash(chunks, threads);
 }
 
 void FaultDriver::commit(Range range, uint32_t threads) {

@@ -30,10 +30,14 @@ class FaultDriver final : public Driver {
   void unmap(Range range, Vacancy vacancy) override;
   int export_fd(const Physical &physical) override;
   Physical import_fd(int fd, uint64_t bytes) override;
+  void quiesce() override { real_->quiesce(); }
   bool chunk_by_chunk() const override { return real_->chunk_by_chunk(); }
   uint64_t copy_hashed(tp_copy_kind kind, const tp_span &span) override;
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override;
-  void hash(const HashJob &job, uint32_t threads) override;
+  void copy_blocks(const BlockCopies &blocks, uint32_t threads) override;
+  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override;
+  void hash(const std::vector<HashItem> &chunks, uint32_t threads) override;
+  std::string hash_path() override { return real_->hash_path(); }
   void commit(Range range, uint32_t threads) override;
   void decommit(Range range) override { real_->decommit(range); }
 

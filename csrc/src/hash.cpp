@@ -253,11 +253,9 @@ uint64_t copy_and_hash(void *to, const void *from, uint64_t bytes) noexcept {
   return hash.finish();
 }
 
-void hash_chunks(const HashJob &job, uint32_t threads) {
-  parallel_for(job.chunks(), threads, [&](uint64_t i) {
-    const uint64_t offset = i * job.chunk_bytes;
-    const uint64_t left = job.bytes - offset;
-    job.out[i] = hash_chunk(reinterpret_cast<const void *>(job.address + offset), left < job.chunk_bytes ? left : job.chunk_bytes);
+void hash_chunks(const std::vector<HashItem> &chunks, uint32_t threads) {
+  parallel_for(chunks.size(), threads, [&](uint64_t i) {
+    *chunks[i].out = hash_chunk(reinterpret_cast<const void *>(chunks[i].address), chunks[i].bytes);
   });
 }
 

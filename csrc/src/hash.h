@@ -28,12 +28,20 @@ namespace torpor {
 // One chunk, given in parts; every part but the last is a multiple of 8 bytes.
 class ChunkHash {
  public:
+  ChunkHash() = default;
+  // Begins in the middle, at a multiple of 8 bytes: only its sum says something then.
+  static ChunkHash from(uint64_t offset) noexcept {
+    ChunkHash hash;
+    hash.bytes_ = offset;
+    return hash;
+  }
   void add(const void *data, uint64_t bytes) noexcept;
   // A first part whose sum is known.
   void add_summed(uint64_t sum, uint64_t bytes) noexcept {
     sum_ += sum;
     bytes_ += bytes;
   }
+  uint64_t sum() const noexcept { return sum_; }
   uint64_t finish() const noexcept;
 
  private:
@@ -47,8 +55,8 @@ uint64_t hash_chunk(const void *data, uint64_t bytes) noexcept;
 // content has to be fetched or displaced.
 uint64_t copy_and_hash(void *to, const void *from, uint64_t bytes) noexcept;
 
-// All chunks of a job whose memory this process can read.
-void hash_chunks(const HashJob &job, uint32_t threads);
+// Chunks whose memory this process can read.
+void hash_chunks(const std::vector<HashItem> &chunks, uint32_t threads);
 
 namespace hash_detail {
 // The sum over `words` words, of which the first has the index `first`. What the machine cannot run is null. Tests compare them.

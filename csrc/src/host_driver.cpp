@@ -124,12 +124,14 @@ class HostDriver final : public Driver {
     return describe(file, bytes, TP_OP_IMPORT);
   }
 
+  void quiesce() override {}
   bool chunk_by_chunk() const override { return true; }
   uint64_t copy_hashed(tp_copy_kind, const tp_span &span) override {
     return copy_and_hash(reinterpret_cast<void *>(span.dst), reinterpret_cast<const void *>(span.src), span.bytes);
   }
   void copy(tp_copy_kind, const std::vector<tp_span> &spans, uint32_t threads) override { host::copy(spans, threads); }
-  void hash(const HashJob &job, uint32_t threads) override { hash_chunks(job, threads); }
+  void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { hash_chunks(chunks, threads); }
+  std::string hash_path() override { return "processor"; }
 
   void commit(Range range, uint32_t threads) override { host::commit(range, threads); }
   void decommit(Range range) override { host::decommit(range); }

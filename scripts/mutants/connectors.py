@@ -10,6 +10,7 @@ CHANNEL = "src/torpor/connectors/channel.py"
 DOORS = "src/torpor/connectors/doors.py"
 GUEST = "src/torpor/connectors/guest.py"
 HANDSHAKE = "src/torpor/connectors/handshake.py"
+IPC = "src/torpor/connectors/ipc.py"
 LINK = "src/torpor/connectors/link.py"
 OWNER = "src/torpor/connectors/owner.py"
 PINS = "src/torpor/connectors/pins.py"
@@ -17,6 +18,7 @@ PULLER = "src/torpor/connectors/puller.py"
 READER = "src/torpor/connectors/reader.py"
 WORKER = "src/torpor/connectors/worker.py"
 CHANNEL_TESTS = "tests/unit/test_connectors_channel.py::"
+DEVICE_TESTS = "tests/unit/test_connectors_device_memory.py::"
 HANDSHAKE_TESTS = "tests/unit/test_connectors_handshake.py::"
 HOSTILE_TESTS = "tests/unit/test_connectors_hostile.py::"
 PAIR_TESTS = "tests/unit/test_connectors_pair.py::"
@@ -136,6 +138,30 @@ MUTANTS = (
         "guarded=False)",
         "a late read kills the owner",
         "tests/unit/test_runner_worker.py::test_the_kv_cache_can_be_exported_exactly_when_there_is_a_connector",
+    ),
+    Mutant(
+        "p2-a-lost-peer-is-not-looked-for-on-a-gpu",
+        IPC,
+        "else (self._fence.fd,)",
+        "else ()",
+        "device memory goes while a peer that lost its connection still has it",
+        DEVICE_TESTS + "test_p2_of_device_memory_the_fence_tells_whether_a_peer_still_has_it",
+    ),
+    Mutant(
+        "p2-the-fence-is-dropped-before-the-import",
+        IPC,
+        "        if not self._imports:\n            self._fence.close()\n",
+        "        self._fence.close()\n",
+        "the owner believes that a reader let go whose driver did not",
+        DEVICE_TESTS + "test_the_fence_goes_after_the_last_import",
+    ),
+    Mutant(
+        "p3-handed-off-before-it-is-written",
+        WORKER,
+        "            self._settle()\n",
+        "            pass\n",
+        "a reader gets KV that the GPU has not computed yet",
+        DEVICE_TESTS + "test_a_hand_off_is_granted_after_the_device_has_settled",
     ),
     Mutant(
         "p4a-pins-not-looked-at",

@@ -25,13 +25,24 @@ class ChildError(Exception):
 class Child:
     """Started by the constructor; the first call waits until it is up. Always close it; a context manager."""
 
-    def __init__(self, connector: str, engine_id: str, role: str, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        connector: str,
+        engine_id: str,
+        role: str,
+        folder: Path,
+        *,
+        memory: dict[str, Any] | None = None,
+        spec: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """``memory`` and ``spec``: fields of MemoryConfig and KVCacheSpec, for other ones than the stand-in engine's own."""
         options = {"socket_dir": str(folder / "kv")} if "pc" in connector else {}
         fields: dict[str, Any] = {"withdraw_timeout_s": 5.0, "lease_heartbeat_s": 1.0} | settings
         fields["extra"] = options | fields.get("extra", {})
         config = {"connector": connector, "engine_id": engine_id, "role": role} | fields
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(config)],
+            [sys.executable, __file__, json.dumps({"config": config, "memory": memory, "spec": spec})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -66,7 +77,14 @@ class Child:
         return answer["result"]
 
     def send_signal(self, which: signal.Signals) -> None:
+        """Stopped, every thread of it has stopped when this returns: on a busy machine one may go on for a while."""
         self.process.send_signal(which)
+        while which is signal.SIGSTOP and any(state not in "TtZX" for state in self._thread_states()):
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return [stat.read_text(errors="replace").rpartition(")")[2].split()[0] for stat in stats]
 
     def death(self, timeout_s: float = WAIT_S) -> int:
         return self.process.wait(timeout_s)
@@ -112,15 +130,19 @@ def plain(value: Any) -> Any:
     return dataclasses.asdict(value) | {"held_bytes": value.held_bytes} if hasattr(value, "held_bytes") else value
 
 
-def serve(config: dict[str, Any], out: Any) -> None:
+def serve(settings: dict[str, Any], out: Any) -> None:
     from torpor.connectors import ConnectorConfig
-    from torpor.testing.kv_engine import KVEngine
+    from torpor.kvcache.types import KVCacheSpec
+    from torpor.memory import MemoryConfig
+    from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
 
     def say(answer: dict[str, Any]) -> None:
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
 
-    with KVEngine(ConnectorConfig(**config)) as engine:
+    spec = KVCacheSpec(**settings["spec"]) if settings["spec"] else SMALL_SPEC
+    memory = MemoryConfig(**settings["memory"]) if settings["memory"] else None
+    with KVEngine(ConnectorConfig(**settings["config"]), spec, memory=memory) as engine:
         say({"result": "up"})
         for line in sys.stdin:
             name, args = json.loads(line)

@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300
 BENCHMARKS = Path(engine_runs.__file__).parents[2] / "benchmarks"
 
 
-def run_quick(tmp_path: Path, name: str) -> dict[str, Any]:
-    model = save_model(tmp_path / "model")
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--model", str(model), "--out", str(tmp_path)]
+def run_quick(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(tmp_path)]
+    command += options or ("--model", str(save_model(tmp_path / "model")))
     done = subprocess.run(command, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return dict(json.loads((tmp_path / f"{name}.json").read_text())["results"])
+    [path] = tmp_path.glob("host-*.json")
+    return dict(json.loads(path.read_text())[name]["results"])
 
 
 def test_startup(tmp_path: Path) -> None:
@@ -39,3 +40,11 @@ def test_pd_first_token(tmp_path: Path) -> None:
     [length] = results["ipc"]["lengths"].values()
     assert length["single"]["median"] > 0
     assert length["pair"]["median"] > 0
+
+
+def test_gpu_transfer_without_a_gpu(tmp_path: Path) -> None:
+    """On the host driver: what arrives is what was sent, over every connector that is installed."""
+    results = run_quick(tmp_path, "gpu_transfer", "--driver", "host", "--mib", "4", "--sizes", "16384")
+    for sizes in results["host"].values():
+        assert sizes["16384"]["identical"]
+        assert sizes["16384"]["load"]["median"] > 0

@@ -41,9 +41,23 @@ struct World {
     const uint64_t offset = chunk * kChunk;
     return hash_chunk(content.data() + offset, std::min(kChunk, bytes - offset));
   }
+  tp_image as_image() {
+    return {address, image, bytes, wanted.data(), valid.data(), known.data(), source.data(), copied.data()};
+  }
   tp_status save(uint32_t threads = 2) {
-    return tp_save(device.handle, address, image, bytes, kChunk, wanted.data(), valid.data(), known.data(), source.data(),
-                   copied.data(), threads, nullptr);
+    const tp_image one = as_image();
+    return tp_save(device.handle, &one, 1, kChunk, threads, nullptr);
+  }
+  // The hashes of what arrived are in `copied`.
+  tp_status restore(uint32_t threads = 2) {
+    std::fill(copied.begin(), copied.end(), 0);
+    const tp_image one = as_image();
+    return tp_restore(device.handle, &one, 1, kChunk, threads, nullptr);
+  }
+  tp_status wake(const std::vector<tp_region *> &regions, uint32_t threads = 2) {
+    std::fill(copied.begin(), copied.end(), 0);
+    const tp_image one = as_image();
+    return tp_wake(device.handle, regions.data(), regions.size(), &one, 1, kChunk, threads, nullptr);
   }
   // What the caller does with the answer.
   void believe() {
@@ -156,20 +170,114 @@ TEST(chunks_come_back_with_the_hash_of_what_arrived) {
   world.saved_now();
   const Bytes wanted = world.content;
   fixture::unmap({world.region});
-  std::vector<uint64_t> arrived(world.count, 0);
-  const auto restore = [&] {
-    return tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, world.wanted.data(), arrived.data(), 2,
-                      nullptr);
-  };
-  CHECK_EQ(restore(), TP_STATE);
+  CHECK_EQ(world.restore(), TP_STATE);
   fixture::map({world.region});
-  CHECK_EQ(restore(), TP_OK);
-  for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(arrived[i], world.hash_of(i));
+  CHECK_EQ(world.restore(), TP_OK);
+  for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(world.copied[i], world.hash_of(i));
   CHECK(world.device.read(world.address, world.bytes) == wanted);
   world.device.arm(TP_OP_COPY, 1);
-  CHECK_EQ(restore(), TP_DRIVER);
+  CHECK_EQ(world.restore(), TP_DRIVER);
   world.device.clear();
   world.close();
+}
+
+TEST(chunks_come_back_while_memory_is_created) {
+  World world;
+  tp_region *other = world.device.region(3);
+  world.saved_now();
+  fixture::unmap({world.region, other});
+  CHECK_EQ(world.wake({world.region, other}), TP_OK);
+  CHECK_EQ(fixture::stats(world.region).mapped + fixture::stats(other).mapped, 2);
+  CHECK(world.copied == world.known);
+  CHECK(world.device.read(world.address, world.bytes) == world.content);
+  CHECK_EQ(world.wake({world.region, other}), TP_OK);  // all is mapped already
+  CHECK(world.copied == world.known);
+  fixture::unmap({other});
+  CHECK_EQ(world.wake({other}), TP_OK);  // the one that is restored is not
+  CHECK(world.copied == world.known);
+  fixture::destroy(other);
+  world.close();
+}
+
+// Whatever the driver refuses, once or for good, an unmap leads back, and the next attempt succeeds.
+TEST(chunks_come_back_after_a_wake_that_failed) {
+  for (const tp_op op : {TP_OP_CREATE, TP_OP_MAP, TP_OP_SET_ACCESS, TP_OP_COPY, TP_OP_HASH}) {
+    for (uint64_t nth = 1;; ++nth) {
+      World world;
+      tp_region *other = world.device.region(2);
+      world.saved_now();
+      fixture::unmap({world.region, other});
+      world.device.arm(op, nth);
+      const tp_status status = world.wake({world.region, other});
+      world.device.clear();
+      const int mapped = fixture::stats(world.region).mapped + fixture::stats(other).mapped;
+      if (status != TP_OK && op != TP_OP_COPY && op != TP_OP_HASH) CHECK_EQ(mapped, 0);
+      fixture::unmap({world.region, other});
+      CHECK_EQ(world.wake({world.region, other}), TP_OK);
+      CHECK(world.copied == world.known);
+      CHECK(world.device.read(world.address, world.bytes) == world.content);
+      fixture::destroy(other);
+      world.close();
+      if (status == TP_OK) break;
+    }
+  }
+}
+
+TEST(chunks_of_several_regions_go_in_one_call) {
+  World world;
+  tp_region *other = world.device.region(2);
+  const uint64_t bytes = 2 * world.device.granule, count = bytes / kChunk;
+  tp_arena *arena = nullptr;
+  uint64_t image = 0;
+  OK(tp_arena_create(world.device.handle, bytes, &arena, &image, &err));
+  OK(tp_arena_commit(arena, 0, bytes, 2, &err));
+  const Bytes content = pattern(bytes, 8);
+  world.device.write(fixture::stats(other).address, content);
+  std::vector<uint8_t> wanted(count, 1), valid(count, 0);
+  std::vector<uint64_t> known(count, 0), source(count, 0), checked(count, 0);
+  wanted[1] = 0;
+  const tp_image both[] = {world.as_image(), {fixture::stats(other).address, image, bytes, wanted.data(), valid.data(), known.data(),
+                                              source.data(), checked.data()}};
+  OK(tp_save(world.device.handle, both, 2, kChunk, 3, &err));
+  CHECK(world.held() == world.content);
+  CHECK(std::memcmp(reinterpret_cast<void *>(image), content.data(), kChunk) == 0);
+  CHECK_EQ(source[1], 0u);
+  for (uint64_t i = 2; i < count; ++i) CHECK_EQ(checked[i], hash_chunk(content.data() + i * kChunk, kChunk));
+  OK(tp_arena_destroy(arena, &err));
+  fixture::destroy(other);
+  world.close();
+}
+
+// The driver page-locks each commit for itself, and no copy may cross the border of two.
+TEST(chunks_go_to_images_that_were_committed_in_parts) {
+  World world;
+  OK(tp_arena_decommit(world.arena, 0, (world.bytes + 4095) / 4096 * 4096, &err));
+  for (uint64_t offset = 0; offset < world.bytes; offset += 3 * kChunk) {
+    OK(tp_arena_commit(world.arena, offset, std::min(3 * kChunk, world.bytes - offset), 1, &err));
+  }
+  CHECK_EQ(world.saved_now(), world.count);
+  CHECK(world.held() == world.content);
+  fixture::unmap({world.region});
+  fixture::map({world.region});
+  CHECK_EQ(world.restore(), TP_OK);
+  CHECK(world.copied == world.known);
+  const Bytes other = pattern(world.bytes, 11);
+  const tp_span span{world.image, world.address, world.bytes};
+  world.device.write(world.address, other);
+  OK(tp_copy(world.device.handle, TP_COPY_TO_HOST, &span, 1, 2, &err));
+  CHECK(world.held() == other);
+  world.close();
+}
+
+TEST(chunks_hash_path_is_said) {
+  fixture::Device device;
+  char text[64] = {};
+  OK(tp_hash_path(device.handle, text, sizeof text, &err));
+  CHECK(std::strlen(text) > 0);
+  CHECK_STATUS(tp_hash_path(device.handle, text, 0, &err), TP_INVALID);
+  OK(tp_hash_path(device.handle, text, 4, &err));
+  CHECK_EQ(std::strlen(text), 3u);
+  device.close();
 }
 
 TEST(chunks_where_there_is_no_memory_are_refused) {
@@ -179,11 +287,13 @@ TEST(chunks_where_there_is_no_memory_are_refused) {
   fixture::unmap({world.region});
   world.wanted.assign(world.count, 0);
   CHECK_EQ(world.save(), TP_OK);  // nothing is touched
-  CHECK_STATUS(tp_save(world.device.handle, world.address, world.image, world.bytes, 12, world.wanted.data(), world.valid.data(),
-                       world.known.data(), world.source.data(), world.copied.data(), 1, &err),
-               TP_INVALID);
-  CHECK_STATUS(tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, nullptr, nullptr, 1, &err),
-               TP_INVALID);
+  tp_image one = world.as_image();
+  CHECK_STATUS(tp_save(world.device.handle, &one, 1, 12, 1, &err), TP_INVALID);
+  CHECK_STATUS(tp_save(world.device.handle, nullptr, 1, kChunk, 1, &err), TP_INVALID);
+  one.source = nullptr;
+  CHECK_STATUS(tp_save(world.device.handle, &one, 1, kChunk, 1, &err), TP_INVALID);
+  one.checked = nullptr;
+  CHECK_STATUS(tp_restore(world.device.handle, &one, 1, kChunk, 1, &err), TP_INVALID);
   world.close();
 }
 
@@ -193,11 +303,8 @@ TEST(threads_save_and_restore_beside_each_other) {
     CHECK_EQ(world.save(8), TP_OK);
     world.believe();
     CHECK(world.held() == world.content);
-    std::vector<uint64_t> arrived(world.count, 0);
-    CHECK_EQ(tp_restore(world.device.handle, world.address, world.image, world.bytes, kChunk, world.wanted.data(), arrived.data(), 8,
-                        nullptr),
-             TP_OK);
-    CHECK(arrived == world.known);
+    CHECK_EQ(world.restore(8), TP_OK);
+    CHECK(world.copied == world.known);
     world.fill(seed);
   }
   world.close();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_table.h"
+#include "fake_kernels.h"
 
 using namespace torpor::cuda;
 
@@ -42,6 +43,8 @@ std::map<CUdeviceptr, Map> maps;
 std::map<CUdeviceptr, size_t> registered;
 std::set<void *> host_buffers;
 std::set<CUstream> streams;
+std::set<CUevent> events;
+std::set<CUmodule> modules;
 CUmemGenericAllocationHandle next_handle = 1000;
 int primary_retains = 0;
 thread_local int pushed = 0;
@@ -275,9 +278,20 @@ FAKE CUresult cuMemFreeHost(void *at) {
 
 namespace {
 
+// A copy may touch one page-locked range or none.
+bool crosses_locks(const void *host, size_t bytes) {
+  const auto start = reinterpret_cast<CUdeviceptr>(host), end = start + bytes;
+  for (const auto &[at, size] : registered) {
+    if (at < end && at + size > start && (start < at || end > at + size)) return true;
+  }
+  return false;
+}
+
 CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool dst_device, bool src_device) {
   {
     Lock lock(mutex);
+    if (!dst_device && crosses_locks(dst, bytes)) return bad(kInvalid);
+    if (!src_device && crosses_locks(src, bytes)) return bad(kInvalid);
     if (dst_device && !accessible(reinterpret_cast<CUdeviceptr>(dst), bytes)) return bad(kInvalid);
     if (src_device && !accessible(reinterpret_cast<CUdeviceptr>(src), bytes)) return bad(kInvalid);
     if (!streams.count(stream)) return bad(kInvalidHandle);
@@ -313,6 +327,59 @@ FAKE CUresult cuStreamSynchronize(CUstream stream) {
   Lock lock(mutex);
   return streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
+FAKE CUresult cuCtxSynchronize() { return check_context(); }
+FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  Lock lock(mutex);
+  return streams.count(stream) && events.count(event) ? check_context() : bad(kInvalidHandle);
+}
+FAKE CUresult cuEventCreate(CUevent *event, unsigned) {
+  Lock lock(mutex);
+  *event = reinterpret_cast<CUevent>(new char);
+  events.insert(*event);
+  return check_context();
+}
+FAKE CUresult cuEventDestroy_v2(CUevent event) {
+  Lock lock(mutex);
+  if (events.erase(event) != 1) return bad(kInvalidHandle);
+  delete reinterpret_cast<char *>(event);
+  return kSuccess;
+}
+FAKE CUresult cuEventRecord(CUevent event, CUstream stream) {
+  Lock lock(mutex);
+  return events.count(event) && streams.count(stream) ? check_context() : bad(kInvalidHandle);
+}
+FAKE CUresult cuEventSynchronize(CUevent event) {
+  Lock lock(mutex);
+  return events.count(event) ? check_context() : bad(kInvalidHandle);
+}
+
+// The stand-in for NVRTC gives the source text back as code, and the kernels, compiled as C++, are run here.
+FAKE CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  if (std::strstr(static_cast<const char *>(image), "torpor_sum") == nullptr) return bad(kInvalid);
+  Lock lock(mutex);
+  *module = reinterpret_cast<CUmodule>(new char);
+  modules.insert(*module);
+  return check_context();
+}
+FAKE CUresult cuModuleUnload(CUmodule module) {
+  Lock lock(mutex);
+  if (modules.erase(module) != 1) return bad(kInvalidHandle);
+  delete reinterpret_cast<char *>(module);
+  return check_context();
+}
+FAKE CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) {
+  *function = reinterpret_cast<CUfunction>(fake_kernel(name));
+  return *function != nullptr ? kSuccess : bad(kInvalid);
+}
+FAKE CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                             unsigned, CUstream stream, void **arguments, void **) {
+  {
+    Lock lock(mutex);
+    if (!streams.count(stream) || gx == 0 || gy != 1 || gz != 1 || by != 1 || bz != 1) return bad(kInvalid);
+  }
+  reinterpret_cast<FakeKernel>(function)(gx, bx, arguments);
+  return check_context();
+}
 
 // Empty, or what is wrong.
 FAKE const char *fake_cuda_left() {
@@ -320,10 +387,11 @@ FAKE const char *fake_cuda_left() {
   std::ostringstream out;
   Lock lock(mutex);
   const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() +
-                      streams.size();
+                      streams.size() + events.size() + modules.size();
   if (left > 0 || primary_retains != 0 || pushed != 0 || out_of_order != 0) {
     out << allocations.size() << " allocations, " << reservations.size() << " reservations, " << maps.size() << " maps, "
         << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << streams.size() << " streams, "
+        << events.size() << " events, " << modules.size() << " modules, "
         << primary_retains << " contexts, " << pushed << " pushed, " << out_of_order << " calls out of order";
   }
   text = out.str();

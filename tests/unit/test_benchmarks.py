@@ -17,10 +17,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def results_of(folder: Path, name: str) -> dict[str, Any]:
-    written = json.loads((folder / f"{name}.json").read_text())
-    assert written["benchmark"] == name
+    """From the one file that was written, which says on what and with what it was measured."""
+    [path] = folder.glob("host-*.json")
+    written = json.loads(path.read_text())[name]
     assert written["command"].startswith(f"python benchmarks/{name}.py")
-    assert {"processor", "cores", "kernel", "python", "torch"} <= written["machine"].keys()
+    assert {"processor", "cores", "memory_gib", "kernel"} <= written["hardware"].keys()
+    assert {"python", "torch", "commit"} <= written["versions"].keys()
+    assert written["rows"]
+    assert all({"what", "measured", "needed", "reached"} == goal.keys() for goal in written["goals"])
     return dict(written["results"])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torpor._native import Device, Op
+from torpor._native import ChunkImage, Device, Op
 from torpor.errors import ConfigurationError, DeviceError, HookError, HostMemoryError, StateError, UnknownTagError
 from torpor.memory import Content, Memory, MemoryConfig, Residency
 from torpor.memory.procfs import read_mappings, resident_bytes
@@ -303,10 +303,12 @@ def test_m4_a_copy_that_went_wrong_is_found_before_the_unmap(
     a = filled(memory, "a")
     save = device.save_chunks
 
-    def corrupt(address: int, image: int, nbytes: int, chunk_bytes: int, **arguments: Any) -> Any:
-        source, _ = save(address, image, nbytes, chunk_bytes, **arguments)
-        ctypes.memset(image + 100, 0xEE, 1)
-        return source, device.hash_chunks(image, nbytes, chunk_bytes, on_host=True)  # what is read there
+    def corrupt(images: list[ChunkImage], chunk_bytes: int, **arguments: Any) -> None:
+        save(images, chunk_bytes, **arguments)
+        for image in images:
+            ctypes.memset(image.host_address + 100, 0xEE, 1)
+            found = device.hash_chunks(image.host_address, image.nbytes, chunk_bytes, on_host=True)
+            image.checked[:] = found  # what is read there
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "save_chunks", corrupt)
@@ -339,12 +341,14 @@ def test_m4_somebody_who_keeps_writing_is_told(memory: Memory, device: Device, m
     a, b = filled(memory, "a"), filled(memory, "b")
     save = device.save_chunks
 
-    def save_while_written(address: int, *places: int, **arguments: Any) -> Any:
-        source, copied = save(address, *places, **arguments)
-        if address == b.data_ptr():  # hashed, then written, then copied: what a device that works in steps may see
-            b[1000] += 1
-            source[0] ^= 1
-        return source, copied
+    def save_while_written(images: list[ChunkImage], chunk_bytes: int, **arguments: Any) -> None:
+        save(images, chunk_bytes, **arguments)
+        for image in images:
+            if (
+                image.device_address == b.data_ptr()
+            ):  # hashed, then written, then copied: what a device that works in steps may see
+                b[1000] += 1
+                image.source[0] ^= 1
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "save_chunks", save_while_written)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torpor._native import Device, Op
+from torpor._native import ChunkImage, Device, Op
 from torpor.errors import DeviceError, DeviceMemoryError, HookError, RemoteError, StateError
 from torpor.memory import Content, Memory, MemoryConfig, Residency
 from torpor.memory.procfs import read_mappings
@@ -194,10 +194,11 @@ def test_a_restore_that_brings_other_bytes_is_found_and_undone(
     memory.sleep()
     restore = device.restore_chunks
 
-    def corrupt(address: int, image: int, nbytes: int, chunk_bytes: int, **arguments: Any) -> Any:
-        restore(address, image, nbytes, chunk_bytes, **arguments)
-        ctypes.memset(address + 100, 0xEE, 1)
-        return device.hash_chunks(address, nbytes, chunk_bytes)  # what is read there
+    def corrupt(images: list[ChunkImage], chunk_bytes: int, **arguments: Any) -> None:
+        restore(images, chunk_bytes, **arguments)
+        for image in images:
+            ctypes.memset(image.device_address + 100, 0xEE, 1)
+            image.checked[:] = device.hash_chunks(image.device_address, image.nbytes, chunk_bytes)  # what is read there
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "restore_chunks", corrupt)

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 2
+#define TP_ABI_VERSION 3
 
 typedef enum tp_status {
   TP_OK = 0,
@@ -78,6 +78,8 @@ typedef struct tp_device_stats {
   uint64_t committed_bytes;/* host memory of arenas */
 } tp_device_stats;
 tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out, tp_error *err);
+/* What the driver says is free, to anybody, now: neighbours change it at any time, and what was released a moment ago may be missing. */
+tp_status tp_device_free_bytes(tp_device *device, uint64_t *bytes, tp_error *err);
 
 /* Faults: the nth call of op from now on (1 is the next) fails with TP_DRIVER, or with TP_DEVICE_MEMORY for CREATE and
  * TP_HOST_MEMORY for COMMIT, and so do the count-1 calls after it. TP_UNSUPPORTED without TP_DEVICE_FAULTS. */
@@ -146,18 +148,33 @@ tp_status tp_copy_blocks(tp_device *device, uint64_t dst, uint64_t src, uint64_t
 tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes, uint64_t chunk_bytes, int32_t on_host, uint64_t *out,
                   uint32_t threads, tp_error *err);
 
-/* The chunks of `bytes` at `device_address` and of their image at `host_address`; chunk i counts where wanted[i] is not 0. Both block
- * until done and otherwise behave like tp_copy and tp_hash.
+/* How chunk hashes of device memory are computed, for people: "processor", "kernel on the device", or "staged through host memory: "
+ * and why (then a hash runs at the speed of the link). Zero-terminated, cut at `cap`. May compile the kernels, which takes a second. */
+tp_status tp_hash_path(tp_device *device, char *out, uint64_t cap, tp_error *err);
+
+/* `bytes` at `device_address` and their image at `host_address`, in chunks; chunk i counts where wanted[i] is not 0. */
+typedef struct tp_image {
+  uint64_t device_address, host_address, bytes;
+  const uint8_t *wanted;
+  uint8_t *valid;        /* tp_save only, as the next two */
+  const uint64_t *known;
+  uint64_t *source;
+  uint64_t *checked;
+} tp_image;
+/* Both block until done and otherwise behave like tp_copy and tp_hash.
  *
- * tp_save: source[i] is the chunk's hash. A chunk may be passed over where valid[i] is not 0 and known[i] is its hash. Else valid[i]
- * becomes 0, the chunk is copied to the image, and copied[i] is the hash of what is read there afterwards; valid[i] stays 0, also after
- * a failure. On `host`, source[i] is then the hash of the very bytes that were copied.
- * tp_restore: copies the image's chunk to the device; arrived[i] is the hash of what is read there afterwards. */
-tp_status tp_save(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
-                  const uint8_t *wanted, uint8_t *valid, const uint64_t *known, uint64_t *source, uint64_t *copied, uint32_t threads,
-                  tp_error *err);
-tp_status tp_restore(tp_device *device, uint64_t device_address, uint64_t host_address, uint64_t bytes, uint64_t chunk_bytes,
-                     const uint8_t *wanted, uint64_t *arrived, uint32_t threads, tp_error *err);
+ * tp_save: waits for what this process has in flight on the device. source[i] becomes the chunk's hash. A chunk may be passed over
+ * where valid[i] is not 0 and known[i] is its hash. Else valid[i] becomes 0, the chunk is copied to the image, and checked[i] is the
+ * hash of what is read there afterwards; valid[i] stays 0, also after a failure. On `host`, source[i] is then the hash of the very
+ * bytes that were copied. */
+tp_status tp_save(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
+/* Copies the images' chunks to the device; checked[i] is the hash of what is read there afterwards. */
+tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
+/* tp_regions_map and tp_restore in one. On `cuda` both go on at once: what has memory is copied to while the rest gets it, in the order
+ * of the regions. A failure to create or map leaves every region as it was; after another failure they may be mapped, and their content
+ * is undefined: tp_regions_unmap them. */
+tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m, uint64_t chunk_bytes,
+                  uint32_t threads, tp_error *err);
 
 /* ---- host arenas --------------------------------------------------------------------------------------------------------- */
 /* Address space for host images; costs no memory until committed. */

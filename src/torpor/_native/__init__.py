@@ -1,12 +1,13 @@
 """The native core, bound by ctypes. The contract is ``csrc/include/torpor/torpor.h``."""
 
-from .device import Device, Span
+from .device import ChunkImage, Device, Span
 from .library import find_library
 from .objects import Arena, Import, Region, buffer_at
 from .types import CopyKind, DeviceStats, ExtentInfo, Op
 
 __all__ = [
     "Arena",
+    "ChunkImage",
     "CopyKind",
     "Device",
     "DeviceStats",

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from torpor.errors import ConfigurationError, TorporError
 
-from .library import TpDeviceStats, call
+from .library import TpDeviceStats, TpImage, call
+from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
 
@@ -26,6 +27,20 @@ Span = tuple[int, int, int]
 """(destination, source, bytes)"""
 
 _FAULTS, _EXPORTABLE, _GUARDED = 1, 1, 2
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ChunkImage:
+    """``nbytes`` of device memory and their image on the host, with one value per chunk in every array."""
+
+    device_address: int
+    host_address: int
+    nbytes: int
+    wanted: BoolArray
+    valid: BoolArray  # save only, as the next two
+    known: Uint64Array
+    source: Uint64Array
+    checked: Uint64Array
 
 
 class Device(Owned):
@@ -44,6 +59,8 @@ class Device(Owned):
 
         Raises ConfigurationError when the driver is unknown, or cannot be used on this machine, with the reason.
         """
+        if driver == "cuda":
+            load_nvrtc()
         out = ctypes.c_void_p()
         call("tp_device_open", driver.encode(), ordinal, _FAULTS if faults else 0, ctypes.byref(out))
         assert out.value is not None
@@ -54,6 +71,12 @@ class Device(Owned):
         out = TpDeviceStats()
         call("tp_device_get_stats", self.handle, ctypes.byref(out))
         return DeviceStats(**{field.name: getattr(out, field.name) for field in dataclasses.fields(DeviceStats)})
+
+    def free_bytes(self) -> int:
+        """What the driver says is free, to anybody, now. What was released a moment ago may be missing."""
+        out = ctypes.c_uint64()
+        call("tp_device_free_bytes", self.handle, ctypes.byref(out))
+        return out.value
 
     def create_region(
         self, nbytes: int, *, extent_bytes: int, exportable: bool = False, guarded: bool = False, name: str = ""
@@ -122,37 +145,38 @@ class Device(Owned):
         call("tp_hash", self.handle, address, nbytes, size, int(on_host), out.ctypes.data, threads)
         return out
 
-    def save_chunks(
-        self,
-        address: int,
-        image: int,
-        nbytes: int,
-        chunk_bytes: int,
-        *,
-        wanted: BoolArray,
-        valid: BoolArray,
-        known: Uint64Array,
-        threads: int = 1,
-    ) -> tuple[Uint64Array, Uint64Array]:
-        """Brings ``wanted`` chunks of the image up to date: those not valid, or whose hash is no longer the known one.
-
-        Gives back the hashes of the source and of what was read from the image after the copy, both for chunks that were copied.
-        Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the caller compares.
+    def hash_path(self) -> str:
+        """How chunk hashes of device memory are computed, for people: "processor", "kernel on the device", or "staged through
+        host memory: " and why (at the speed of the link then). The first call compiles the kernels, which takes up to a second.
         """
-        count = -(-nbytes // chunk_bytes)
-        source, copied = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
-        arrays = _chunk_arrays(count, wanted, valid, known, source, copied)
-        call("tp_save", self.handle, address, image, nbytes, chunk_bytes, *arrays, threads)
-        return source, copied
+        out = ctypes.create_string_buffer(512)
+        call("tp_hash_path", self.handle, out, len(out))
+        return out.value.decode("utf-8", "replace")
 
-    def restore_chunks(
-        self, address: int, image: int, nbytes: int, chunk_bytes: int, *, wanted: BoolArray, threads: int = 1
-    ) -> Uint64Array:
-        """Copies ``wanted`` chunks from the image; gives back the hashes of what was read at ``address`` afterwards."""
-        count = -(-nbytes // chunk_bytes)
-        arrived = np.zeros(count, dtype=np.uint64)
-        call("tp_restore", self.handle, address, image, nbytes, chunk_bytes, *_chunk_arrays(count, wanted, arrived), threads)
-        return arrived
+    def save_chunks(self, images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+        """Brings the ``wanted`` chunks of images up to date: those not valid, or whose hash is no longer the known one.
+
+        ``source`` becomes the hashes of what is wanted, ``checked`` those of what was read from the image after the copy, for
+        chunks that were copied. Their ``valid`` is cleared before they are overwritten and stays so, also after a failure: the
+        caller compares. Waits for what this process has in flight on the device.
+        """
+        table = _image_table(images, chunk_bytes)
+        call("tp_save", self.handle, table, len(table), chunk_bytes, threads)
+
+    def restore_chunks(self, images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+        """Copies ``wanted`` chunks from the images; ``checked`` becomes the hashes of what was read on the device afterwards."""
+        table = _image_table(images, chunk_bytes)
+        call("tp_restore", self.handle, table, len(table), chunk_bytes, threads)
+
+    def wake(self, regions: Sequence[Region], images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+        """:meth:`map` and :meth:`restore_chunks` in one. On ``cuda`` both go on at once: what has memory is copied to while the
+        rest gets it, in the order of the regions.
+
+        A failure to create or map leaves every region as it was. After another failure they may be mapped, their content
+        undefined: :meth:`unmap` them.
+        """
+        table = _image_table(images, chunk_bytes)
+        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads)
 
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
@@ -200,12 +224,18 @@ class Device(Owned):
         return f"<Device {self.driver}{' closed' if self.closed else ''}>"
 
 
-def _chunk_arrays(count: int, *arrays: npt.NDArray[Any]) -> list[int]:
-    """Their addresses; the library reads and writes ``count`` elements of each."""
-    for array in arrays:
-        if array.size != count or not array.flags.c_contiguous:
-            raise ConfigurationError(f"{array.size} values for {count} chunks, or not contiguous", setting="chunks")
-    return [array.ctypes.data for array in arrays]
+def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array[TpImage]:
+    """The library reads and writes one element per chunk of every array."""
+    table = (TpImage * len(images))()
+    for entry, image in zip(table, images, strict=True):
+        count = -(-image.nbytes // chunk_bytes) if chunk_bytes > 0 else 0
+        for name in ("wanted", "valid", "known", "source", "checked"):
+            array = getattr(image, name)
+            if array.size != count or not array.flags.c_contiguous:
+                raise ConfigurationError(f"{array.size} values for {count} chunks, or not contiguous", setting=name)
+            setattr(entry, name, array.ctypes.data)
+        entry.device_address, entry.host_address, entry.bytes = image.device_address, image.host_address, image.nbytes
+    return table
 
 
 def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:

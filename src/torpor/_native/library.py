@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)
@@ -71,6 +71,19 @@ class TpExtent(ctypes.Structure):
     _fields_ = (("bytes", c_uint64), ("device_id", c_uint64), ("inode", c_uint64), ("flags", c_uint64))
 
 
+class TpImage(ctypes.Structure):
+    _fields_ = (
+        ("device_address", c_uint64),
+        ("host_address", c_uint64),
+        ("bytes", c_uint64),
+        ("wanted", c_void_p),
+        ("valid", c_void_p),
+        ("known", c_void_p),
+        ("source", c_void_p),
+        ("checked", c_void_p),
+    )
+
+
 _U64P = POINTER(c_uint64)
 _HANDLE = c_void_p
 _HANDLE_OUT = POINTER(c_void_p)
@@ -80,6 +93,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_device_open": (c_char_p, c_int32, c_uint32, _HANDLE_OUT),
     "tp_device_close": (_HANDLE,),
     "tp_device_get_stats": (_HANDLE, POINTER(TpDeviceStats)),
+    "tp_device_free_bytes": (_HANDLE, _U64P),
     "tp_fault_arm": (_HANDLE, c_int32, c_uint64, c_uint64),
     "tp_fault_clear": (_HANDLE,),
     "tp_fault_calls": (_HANDLE, c_int32, _U64P),
@@ -95,8 +109,10 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_copy": (_HANDLE, c_int32, c_void_p, c_uint64, c_uint32),
     "tp_copy_blocks": (_HANDLE, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
-    "tp_save": (_HANDLE, *(c_uint64,) * 4, *(c_void_p,) * 5, c_uint32),
-    "tp_restore": (_HANDLE, *(c_uint64,) * 4, *(c_void_p,) * 2, c_uint32),
+    "tp_hash_path": (_HANDLE, c_char_p, c_uint64),
+    "tp_save": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
+    "tp_restore": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
+    "tp_wake": (_HANDLE, _HANDLE_OUT, c_uint64, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
     "tp_arena_create": (_HANDLE, c_uint64, _HANDLE_OUT, _U64P),
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),

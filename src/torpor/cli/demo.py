@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,7 +28,13 @@ def demo(
     ] = False,
     cycles: Annotated[int, typer.Option(help="Sleeps of each kind at level 1.", min=1)] = _DEFAULT.cycles,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = _DEFAULT.max_tokens,
-    model: Annotated[str, typer.Option(help="A folder, a .gguf file or builtin:smollm2-135m.")] = _DEFAULT.model,
+    model: Annotated[
+        str, typer.Option(help="A folder, a .gguf file, builtin:smollm2-135m, or random: a small one, made on the spot.")
+    ] = _DEFAULT.model,
+    memory_driver: Annotated[
+        str, typer.Option(help="Where the engines' memory is, as for serve. With two GPUs each engine takes one.")
+    ] = _DEFAULT.memory_driver,
+    json: Annotated[Path | None, typer.Option(help="Also write the results to this file.")] = None,
 ) -> None:
     """Starts a prefill engine, a decode engine and a router, asks eight questions, puts the engines to sleep in turn, wakes them
     and asks again: every answer must be the same to the byte and every page must have come back. Ends with PASS or FAIL."""
@@ -37,7 +44,14 @@ def demo(
             raise ConfigurationError(
                 f"connector {name!r} is not known; use one of {', '.join(KNOWN)}", setting="--connector", value=name
             )
-    config = DemoConfig(connectors=chosen, cycles=cycles, max_tokens=max_tokens, model=model)
+    config = DemoConfig(
+        connectors=chosen,
+        cycles=cycles,
+        max_tokens=max_tokens,
+        model=model,
+        memory_driver=memory_driver,
+        results_file=json,
+    )
     passed = run_unfollowed(config, out) if unfollowed else run_demo(config, out)
     if not passed:
         raise typer.Exit(1)

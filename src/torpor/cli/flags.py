@@ -45,7 +45,8 @@ class Flag:
         return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
     def parameter(self) -> inspect.Parameter:
-        names = [self.flag]
+        # What is neither on nor off by default can be turned on and off.
+        names = [f"{self.flag}/--no-{self.flag[2:]}" if self._type() == (bool | None) else self.flag]
         option = typer.Option(
             *names,
             help=self.help,

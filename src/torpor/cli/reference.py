@@ -34,20 +34,25 @@ class Parameter:
         return isinstance(self.info, ArgumentInfo)
 
     @property
+    def is_switch(self) -> bool:
+        return self.kind in (bool, bool | None)
+
+    @property
     def panel(self) -> str:
         return self.info.rich_help_panel or "Options"
 
     @property
     def spelling(self) -> str:
         """``--flag VALUE``."""
-        names = self.info.param_decls or ("--" + self.name.replace("_", "-"),)
-        return ", ".join(names) if self.kind is bool else f"{', '.join(names)} {self.info.metavar or value_name(self.kind)}"
+        flag = self.name.replace("_", "-")
+        names = self.info.param_decls or ("--" + flag + (f"/--no-{flag}" if self.kind == (bool | None) else ""),)
+        return ", ".join(names) if self.is_switch else f"{', '.join(names)} {self.info.metavar or value_name(self.kind)}"
 
     @property
     def shown_default(self) -> str:
         if self.default is inspect.Parameter.empty:
             return "required"
-        if self.kind is bool or self.default in (None, [], ()) or not self.info.show_default:
+        if self.is_switch or self.default in (None, [], ()) or not self.info.show_default:
             return ""
         return self.info.show_default if isinstance(self.info.show_default, str) else f"`{self.default}`"
 

@@ -89,7 +89,8 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         SLEEP,
         SleepConfig,
         "prepare_images",
-        "Take the host memory of a sleep's images at start-up, as much as the weights: the first sleep is as fast as later ones.",
+        "Make a sleep's host images at start-up, as much memory as the weights: the first sleep is as fast as later ones. "
+        "Default: with the driver cuda.",
     ),
     _flag(
         SLEEP,

@@ -146,8 +146,8 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Begin what ``metadata`` asks for. Does not block and does not raise for one bad load: that one comes back in
-        ``failed``."""
+        """Begin what ``metadata`` asks for. Does not raise for one bad load: that one comes back in ``failed``. Does not block,
+        but on a GPU for what the device was asked to do before: a hand-off counts when its KV is written."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
         """For connectors that load inside the forward pass. Asynchronous ones need not do anything."""

@@ -1,8 +1,11 @@
 """``ipc``: peers on one host. The descriptors of the KV cache's extents travel over a Unix socket, the reader maps them
-read-only and copies blocks with the device's own copy engine. Nothing is copied by the owner.
+read-only and copies blocks with the device's own copy engine. Nothing is copied by the owner. Device memory may be another
+device's than the reader's: it is then read over NVLink or PCIe.
 
 A reader's mapping keeps the owner's pages whatever the owner does with its own. So the owner never unmaps while one is left, and
 a peer that lost its connection counts as gone only when the kernel shows that it neither maps nor has open any of our extents.
+Device memory has no inode to look for. There the fence stands for it: a reader maps the fence before the extents and drops it
+after them, so a process that still has the fence may still have the KV cache, and one that has not has neither.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from torpor._native import Import
-from torpor.connectors import doors
+from torpor.connectors import doors, gather
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.doors import Credentials, UnixDoor
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 << 20  # copied between two looks at whether to go on
+PIECE_BYTES = {"host": 8 << 20, "cuda": 128 << 20}  # copied between two looks at whether to go on: under 10 ms, and 1 ms
+PATHS = {"host": "shared memory of one host", "cuda": "device memory of one host, mapped here"}
 
 
 class IpcTransport(Transport):
@@ -52,24 +56,28 @@ class IpcTransport(Transport):
         self._engine_id = config.engine_id
         self._folder = Path(options.socket_dir) if options.socket_dir else doors.default_socket_dir()
         self._path = doors.socket_path(self._folder, self._engine_id)
+        self._way = "one host"
         self._memory: Memory  # from open() on
         self._geometry: Geometry
+        self._fence: FencePage
         self._exported: ExportedPool | None = None
         self._inodes: frozenset[Inode] = frozenset()
 
     @property
     def path(self) -> str:
-        return "shared memory of one host"
+        return self._way
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
-        self._geometry, self._memory = geometry, memory
+        self._geometry, self._memory, self._fence = geometry, memory, fence
+        self._way = PATHS[memory.device.driver]
 
     def publish(self) -> Publication:
         self.unpublish()
         exported = self._memory.exports(KV_TAG)
         descriptors = tuple(fd for region in exported.regions for fd in region.fds)
         self._exported = exported
-        self._inodes = frozenset((status.st_dev, status.st_ino) for status in map(os.fstat, descriptors))
+        traces = descriptors if self._memory.device.driver == "host" else (self._fence.fd,)
+        self._inodes = frozenset((status.st_dev, status.st_ino) for status in map(os.fstat, traces))
         return Publication(extents=tuple(region.extents for region in exported.regions), descriptors=descriptors)
 
     def unpublish(self) -> None:
@@ -78,6 +86,14 @@ class IpcTransport(Transport):
             exported.close()
 
     def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
+        driver = self._memory.device.driver
+        if offer.driver != driver:
+            raise HandshakeError(
+                f"the KV cache of {who} lies in {offer.driver!r} memory, ours in {driver!r}: both engines need the same "
+                "memory driver",
+                peer=who,
+                setting="memory_driver",
+            )
         wanted = 1 + sum(len(region.extents) for region in offer.regions)
         if len(descriptors) != wanted:
             raise HandshakeError(f"{who} sent {len(descriptors)} descriptors for {wanted} pieces of memory", peer=who)
@@ -115,8 +131,6 @@ class IpcTransport(Transport):
             return True
         if doors.start_time(credentials.pid) != credentials.started:
             return True
-        if self._memory.device.driver != "host":
-            return False  # device memory has no inode: what a living process maps of it cannot be seen
         try:
             mapped = any(mapping.inode in self._inodes for mapping in read_mappings(credentials.pid))
             return not mapped and not any(inode in self._inodes for _, inode in open_memfds(credentials.pid))
@@ -135,34 +149,33 @@ class IpcRemote(RemoteMemory):
     ) -> None:
         self._memory = memory
         self._ours = ours
-        self._theirs = theirs
+        self._lanes = gather.lanes(ours, theirs)
         self._imports = imports
         self._fence = fence
         self._who = who
 
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
-        block_bytes = self._ours.spec.block_bytes
-        step = max(1, PIECE_BYTES // block_bytes)
+        device, block_bytes = self._memory.device, self._ours.spec.block_bytes
+        step = max(1, PIECE_BYTES[device.driver] // block_bytes)
         local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.uint64)
-        for dst, src in zip(self._ours.arrays(), self._theirs.arrays(), strict=True):
-            for start in range(0, len(local), step):
+        for lane in self._lanes:
+            for here, there in lane.pieces(local, remote, step):
                 if request.stop():
                     raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
                 if time.monotonic() > request.deadline:
                     raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
                 with request.writing():
-                    self._memory.device.copy_blocks(
-                        dst, src, block_bytes, local[start : start + step], remote[start : start + step]
-                    )
+                    device.copy_blocks(lane.dst, lane.src, block_bytes, here, there)
         return len(local) * block_bytes * len(self._ours.arrays())
 
     def look(self, lease: int) -> tuple[Sequence[int], int]:
         return self._fence.look(lease)
 
     def close(self) -> bool:
-        """False when the driver did not let an import go: call it again."""
+        """False when the driver did not let an import go: call it again. The fence stays with it, to be seen by the owner."""
         self._imports = [imported for imported in self._imports if not self._dropped(imported)]
-        self._fence.close()
+        if not self._imports:
+            self._fence.close()
         return not self._imports
 
     def _dropped(self, imported: Import) -> bool:

@@ -9,6 +9,7 @@ import time
 
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel, close_descriptors
+from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import Verdict, judge
 from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
@@ -210,6 +211,7 @@ def _keep(channel: Channel, offer: wire.Offer, theirs: Geometry, remote: RemoteM
 def _receive_descriptors(channel: Channel, wanted: int, into: list[int], deadline: float) -> None:
     if wanted and not channel.is_local:
         raise HandshakeError(f"{channel.peer} offers descriptors over a network", peer=channel.peer)
+    make_room(wanted)
     into.extend(channel.take_descriptors())
     while len(into) < wanted:
         message, _ = expect(channel, wire.Descriptors, deadline)

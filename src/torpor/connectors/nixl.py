@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torpor.connectors import doors
-from torpor.connectors.auth import check_host, load_secret
+from torpor.connectors.auth import check_host, is_loopback, load_secret
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.doors import TcpDoor
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.nixl_agent import Agent
-from torpor.connectors.nixl_reads import NixlRemote, Station
+from torpor.connectors.nixl_probe import Probe, probe
+from torpor.connectors.nixl_reads import NixlRemote, Station, memory_kind
 from torpor.connectors.options import Options
 from torpor.connectors.scheduler import PullScheduler
 from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
@@ -62,11 +63,13 @@ class NixlTransport(Transport):
         self._door: TcpDoor | None = None
         self._lock = threading.Lock()
         self._spare: Station | None = None
+        self._probe: Probe | None = None
         self._set_aside: list[Station] = []
 
     @property
     def path(self) -> str:
-        return f"NIXL, UCX {self._options.ucx_tls}" if self._options.ucx_tls else "NIXL, UCX (it chooses the transport)"
+        chosen = self._options.ucx_tls or "(it chooses the transport)"
+        return f"NIXL, UCX {chosen}" + (f": {self._probe}" if self._probe is not None else "")
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
         self._geometry, self._memory = geometry, memory
@@ -75,11 +78,25 @@ class NixlTransport(Transport):
         if self._config.role != "consumer":
             self._agent = Agent(self._agent_name, serves=True, tls=self._options.ucx_tls)
             self._agent.register([(fence.address, fence.nbytes)], "DRAM", 0)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Says once which way the bytes go. A probe that fails keeps nobody from starting: what it meets, a load would meet."""
+        try:
+            self._probe = probe(self._agent_name, self._memory, self._geometry, *self._kind(), self._options)
+        except TransportError as error:
+            logger.warning("NIXL could not read a probe of the KV cache: %s", error)
+        if self._probe is None:
+            return
+        if self._probe.slow and is_loopback(self._config.host):
+            logger.warning("%s: for engines of one host --kv-connector ipc is faster", self.path)
+        else:
+            logger.info("%s", self.path)
 
     def publish(self) -> Publication:
         assert self._agent is not None
         self.unpublish()
-        kind, device = memory_kind(self._memory)
+        kind, device = self._kind()
         ranges = list(zip(self._geometry.bases, self._geometry.sizes, strict=True))
         self._registration = self._agent.register(ranges, kind, device)
         try:
@@ -105,8 +122,11 @@ class NixlTransport(Transport):
             self._dispose(station)
             raise
 
+    def _kind(self) -> tuple[str, int]:
+        return memory_kind(self._memory.device.driver, self._memory.config.device)
+
     def _new_station(self) -> Station:
-        kind, device = memory_kind(self._memory)
+        kind, device = self._kind()
         name = f"{self._agent_name}-r{next(self._numbers)}"
         return Station(name, self._geometry, kind, device, self._options)
 
@@ -143,11 +163,6 @@ class NixlTransport(Transport):
             if self._agent is not None:
                 self._agent.close()
                 self._agent = None
-
-
-def memory_kind(memory: Memory) -> tuple[str, int]:
-    """NIXL's words for where the pools lie, and the device's number."""
-    return ("VRAM", memory.config.device) if memory.device.driver == "cuda" else ("DRAM", 0)
 
 
 class NixlConnector(KVConnector):

@@ -11,7 +11,7 @@ import numpy as np
 
 from torpor.connectors.fence import HEADER_WORDS, WORD_BYTES
 from torpor.connectors.geometry import Geometry
-from torpor.connectors.nixl_agent import Agent, Indices, Read
+from torpor.connectors.nixl_agent import Agent, Indices, Read, Rows
 from torpor.connectors.options import Options
 from torpor.connectors.transport import BlockRead, RemoteMemory
 from torpor.connectors.wire import Offer
@@ -49,8 +49,8 @@ class Station:
             self.agent.register([(self.address, self.nbytes)], kind, device),
             self.agent.register([(self.words.ctypes.data, mmap.PAGESIZE)], "DRAM", 0),
         ]
-        self.blocks = self.agent.prepare(None, _rows((self.address, block_bytes, device, self.slots * self.arrays)), kind)
-        self.look = self.agent.prepare(None, _rows((self.words.ctypes.data, WORD_BYTES, 0, HEADER_WORDS + 1)), "DRAM")
+        self.blocks = self.agent.prepare(None, rows((self.address, block_bytes, device, self.slots * self.arrays)), kind)
+        self.look = self.agent.prepare(None, rows((self.words.ctypes.data, WORD_BYTES, 0, HEADER_WORDS + 1)), "DRAM")
 
     def fly(self, read: Read, deadline: float, who: str) -> None:
         """Waits for a read. TransportError when it fails or does not end; in that case it stays in flight."""
@@ -96,9 +96,10 @@ class NixlRemote(RemoteMemory):
             peer = agent.add_remote(offer.blob)
         except TransportError as error:
             raise HandshakeError(f"{who} sent NIXL metadata that cannot be used: {error}", peer=who) from error
-        rows = [(address, station.block_bytes, station.device, theirs.spec.num_blocks) for address in theirs.arrays()]
-        self._blocks = agent.prepare(peer, _rows(*rows), station.kind)
-        self._fence = agent.prepare(peer, _rows((offer.fence_address, WORD_BYTES, 0, HEADER_WORDS + offer.fence_slots)), "DRAM")
+        kind, device = memory_kind(offer.driver, offer.device)
+        arrays = [(address, station.block_bytes, device, theirs.spec.num_blocks) for address in theirs.arrays()]
+        self._blocks = agent.prepare(peer, rows(*arrays), kind)
+        self._fence = agent.prepare(peer, rows((offer.fence_address, WORD_BYTES, 0, HEADER_WORDS + offer.fence_slots)), "DRAM")
         station.borrowed += [self._blocks, self._fence]
 
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
@@ -146,9 +147,14 @@ class NixlRemote(RemoteMemory):
         return self._station
 
 
-def _rows(*rows: tuple[int, int, int, int]) -> Any:
+def memory_kind(driver: str, device: int) -> tuple[str, int]:
+    """NIXL's words for where a KV cache lies, and the device's number."""
+    return ("VRAM", device) if driver == "cuda" else ("DRAM", 0)
+
+
+def rows(*arrays: tuple[int, int, int, int]) -> Rows:
     """(address, block bytes, device, count) each, dense."""
-    return np.array([(address, size, device, size, count) for address, size, device, count in rows], dtype=np.uint64)
+    return np.array([(address, size, device, size, count) for address, size, device, count in arrays], dtype=np.uint64)
 
 
 def _indices(matrix: Any) -> Indices:

@@ -203,6 +203,8 @@ class Owner:
             engine_id=self._engine_id,
             epoch=str(epoch),
             spec=self._geometry.wire_spec(),
+            driver=self._memory.device.driver,
+            device=self._memory.config.device,
             regions=regions,
             layers=self._geometry.wire_places(),
             fence_address=self._fence.address,

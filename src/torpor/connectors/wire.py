@@ -97,6 +97,8 @@ class Offer(Message, frozen=True, kw_only=True, tag="offer"):
     engine_id: Name
     epoch: Text
     spec: WireSpec
+    driver: Name = "host"  # where the KV cache lies: the driver's name, and the number of its device
+    device: Count = 0
     regions: Annotated[list[WireRegion], Meta(max_length=4096)]
     layers: Annotated[list[WirePlace], Meta(max_length=4096)]
     fence_address: Size

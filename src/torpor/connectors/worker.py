@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from torpor.connectors import geometry as geometries
 from torpor.connectors.auth import load_secret
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
 from torpor.connectors.config import KV_ROLES, ConnectorConfig
+from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import FencePage, new_lease_key
 from torpor.connectors.geometry import KV_TAG, Geometry
 from torpor.connectors.leases import LeaseTable
 from torpor.connectors.options import Options
 from torpor.connectors.owner import Owner, OwnerState
-from torpor.connectors.pins import PinWatch
+from torpor.connectors.pins import NoPins, PinWatch
 from torpor.connectors.reader import Reader
 from torpor.connectors.reception import Reception
 from torpor.connectors.transport import Transport
@@ -59,6 +61,7 @@ class PullWorker(KVConnectorWorker):
         self._transport = transport
         self._options = options
         self._pins = pins or PinWatch()
+        self._settle: Callable[[], None] = _nothing  # waits until the device has done all that it was asked to
         self._secret = load_secret(config.secret_file)
         self._clock = clock
         self._epoch: Epoch | None = None  # of the last registration
@@ -76,8 +79,13 @@ class PullWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, memory: Memory) -> None:
         if self._geometry is not None:
             raise StateError("the KV cache is registered already", state="registered")
+        pieces = sum(tag.resident_bytes for tag in memory.stats().tags if tag.tag == KV_TAG) // memory.config.extent_bytes
+        make_room(2 * pieces)  # those that are published, and as many while it is looked at or published anew
         with memory.exports(KV_TAG) as exported:
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
+        if memory.device.driver != "host":
+            self._pins = NoPins()
+            self._settle = functools.partial(_synchronize, memory.config.device)
         try:
             self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
             self._transport.open(self._geometry, memory, self._fence)
@@ -121,6 +129,10 @@ class PullWorker(KVConnectorWorker):
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """On a GPU it waits for the device's work of before: what is handed off must be written before its word stands in the
+        fence, and the blocks that a load fills must not be in use by a step that was only begun."""
+        if metadata.hand_offs or any(load.local_block_ids for load in metadata.loads):
+            self._settle()
         for hand_off in metadata.hand_offs:
             if self._leases is None:
                 raise BugError(f"a hand-off of request {hand_off.request_id} at an engine that only reads")
@@ -232,3 +244,14 @@ class PullWorker(KVConnectorWorker):
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.withdraw_timeout_s
+
+
+def _nothing() -> None:
+    return
+
+
+def _synchronize(ordinal: int) -> None:
+    """All streams of the process, whichever the engine computes on; our own copies among them, which take under a millisecond."""
+    import torch
+
+    torch.cuda.synchronize(ordinal)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from torpor.demo.fleet import Fleet, Say, Service
 from torpor.errors import BugError
+from torpor.memory.config import MemoryConfig
 
 MODEL = "builtin:smollm2-135m"
 START_S = 120.0
@@ -29,6 +31,8 @@ PREFILL_PARAMS = {
 class PairConfig:
     connector: str
     model: str = MODEL
+    memory_driver: str = MemoryConfig.driver
+    devices: tuple[int, int] = (0, 0)  # P's and D's
     max_tokens: int = 16
     kv_cache_bytes: str = "96MiB"
     threads: int = 1
@@ -46,12 +50,13 @@ class Pair:
 
     @classmethod
     def start(cls, fleet: Fleet, config: PairConfig, say: Say) -> Pair:
-        def engine(name: str, role: str) -> Service:
+        def engine(name: str, role: str, device: int) -> Service:
             flags = ["serve", config.model, "--enable-sleep-mode", "--dtype", "float32", "--threads", str(config.threads)]
             flags += ["--kv-cache-bytes", config.kv_cache_bytes, "--kv-connector", config.connector, "--kv-role", role]
+            flags += ["--memory-driver", config.memory_driver, "--device", str(device)]
             return fleet.start(name, flags)
 
-        prefill, decode = engine("P", "producer"), engine("D", "consumer")
+        prefill, decode = engine("P", "producer", config.devices[0]), engine("D", "consumer", config.devices[1])
         for service in (prefill, decode):
             fleet.wait_ready(service, START_S, say)
         router = fleet.start("router", ["router", "--prefill", prefill.url, "--decode", decode.url])
@@ -60,7 +65,7 @@ class Pair:
 
     def _body(self, question: str, **more: Any) -> dict[str, Any]:
         return {
-            "model": self.config.model.rpartition(":")[2],
+            "model": served_name(self.config.model),
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
@@ -106,6 +111,12 @@ class Pair:
             return service.is_alive() and self._fleet.http.get(f"{service.url}/health", timeout=3.0).status_code == 200
         except httpx.TransportError:
             return False
+
+
+def served_name(source: str) -> str:
+    """What an engine calls a model that was given as ``source``."""
+    name = source.rpartition("builtin:")[2]
+    return Path(name).stem if name.endswith(".gguf") else Path(name).name
 
 
 def answered(who: str, response: httpx.Response) -> dict[str, Any]:

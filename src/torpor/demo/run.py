@@ -5,6 +5,8 @@ Results are data; tables.py shows them.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from rich.markup import escape
 from torpor.demo.fleet import Fleet, Service
 from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
+from torpor.demo.random_model import RANDOM, save_random_model
 from torpor.demo.tables import show_answers, show_phases, show_rows
 from torpor.errors import TorporError
 
@@ -28,8 +31,23 @@ from torpor.errors import TorporError
 class DemoConfig:
     connectors: tuple[str, ...] = ("ipc", "nixl")
     cycles: int = 2
-    model: str = PairConfig.model
+    model: str = PairConfig.model  # or RANDOM
     max_tokens: int = 16
+    memory_driver: str = PairConfig.memory_driver
+    results_file: Path | None = None  # where they go as JSON
+
+    def pair(self, connector: str) -> PairConfig:
+        """On one GPU each where there are two: then blocks cross the link between them."""
+        import torch
+
+        devices = (0, 1) if self.memory_driver != "host" and torch.cuda.device_count() > 1 else (0, 0)
+        return PairConfig(
+            connector=connector,
+            model=self.model,
+            max_tokens=self.max_tokens,
+            memory_driver=self.memory_driver,
+            devices=devices,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +115,36 @@ def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str
     )
 
 
-def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> bool:
-    """One pair from start to stop. True when every row passed."""
-    pair_config = PairConfig(connector=connector, model=config.model, max_tokens=config.max_tokens)
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one connector. ``error``: why there are fewer rows than planned."""
+
+    connector: str
+    rows: tuple[Row, ...] = ()
+    pulls: int = 0  # D's reads of P's KV
+    path: str = ""  # what they went over
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.pulls > 0 and all(row.passed for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> Outcome:
+    """One pair from start to stop."""
     with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
         try:
-            rows, pulled = run_pair(fleet, pair_config, config.cycles, console, phases)
+            rows, pulled = run_pair(fleet, config.pair(connector), config.cycles, console, phases)
         except (TorporError, httpx.TransportError) as error:
             console.print(f"[red]{connector}: {escape(str(error))}[/red]\n{escape(fleet.last_words())}", highlight=False)
-            return False
+            return Outcome(connector=connector, error=str(error))
+    outcome = Outcome(connector=connector, rows=tuple(rows), pulls=int(pulled["loads_done"]), path=str(pulled["path"]))
     show_rows(console, connector, rows)
-    console.print(f"{connector}: D pulled KV from P {pulled['loads_done']} times over {pulled['path']}")
-    return int(pulled["loads_done"]) > 0 and all(row.passed for row in rows)
+    console.print(f"{connector}: D pulled KV from P {outcome.pulls} times over {outcome.path}")
+    return outcome
 
 
 def run_pair(fleet: Fleet, config: PairConfig, cycles: int, console: Console, phases: Phases) -> tuple[list[Row], dict[str, Any]]:
@@ -130,14 +166,28 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     """Runs the demo for every connector and prints PASS or FAIL. True when everything passed; errors are shown, not raised."""
     phases = Phases()
     started = time.monotonic()
-    passed = True
-    with phases.timed("model: found or converted"):
-        prepare_model(config.model, console)
-    for connector in config.connectors:
-        passed = run_connector(connector, config, console, phases) and passed
-    show_phases(console, phases.seconds, time.monotonic() - started)
+    with model_ready(config, console, phases) as ready:
+        outcomes = [run_connector(connector, ready, console, phases) for connector in ready.connectors]
+    seconds = time.monotonic() - started
+    show_phases(console, phases.seconds, seconds)
+    if config.results_file is not None:
+        results = {"connectors": [o.as_dict() for o in outcomes], "phases_s": phases.seconds, "seconds": seconds}
+        config.results_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    passed = all(outcome.passed for outcome in outcomes)
     console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
     return passed
+
+
+@contextmanager
+def model_ready(config: DemoConfig, console: Console, phases: Phases) -> Iterator[DemoConfig]:
+    """The configuration with a model that two engines can load at once: made in a folder of its own, or converted."""
+    with tempfile.TemporaryDirectory(prefix="torpor-demo-model-") as folder:
+        with phases.timed("model: made, found or converted"):
+            if config.model == RANDOM:
+                config = dataclasses.replace(config, model=str(save_random_model(Path(folder) / RANDOM)))
+            else:
+                prepare_model(config.model, console)
+        yield config
 
 
 def prepare_model(source: str, console: Console) -> None:

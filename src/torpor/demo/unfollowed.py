@@ -17,7 +17,7 @@ from rich.markup import escape
 from torpor.demo.fleet import Fleet
 from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
-from torpor.demo.run import DemoConfig
+from torpor.demo.run import DemoConfig, Phases, model_ready
 from torpor.demo.tables import MIB
 from torpor.errors import TorporError
 
@@ -29,10 +29,10 @@ def run_unfollowed(config: DemoConfig, console: Console) -> bool:
     """True when every connector showed its fault. The engines run with connectors that exist for this alone."""
     shown = True
     cases = {"ipc": wrong_tokens, "nixl": death_of_the_sleeper}
-    for connector in config.connectors:
-        pair_config = PairConfig(connector=CONNECTORS[connector], model=config.model, max_tokens=config.max_tokens)
-        with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
-            shown = show_fault(fleet, pair_config, cases[connector], console) and shown
+    with model_ready(config, console, Phases()) as ready:
+        for connector in ready.connectors:
+            with tempfile.TemporaryDirectory(prefix="torpor-demo-") as folder, Fleet(Path(folder)) as fleet:
+                shown = show_fault(fleet, ready.pair(CONNECTORS[connector]), cases[connector], console) and shown
     console.print("[bold]the fault was reproduced[/bold]" if shown else "[bold red]FAIL: the fault did not show[/bold red]")
     return shown
 
@@ -49,9 +49,12 @@ def show_fault(fleet: Fleet, config: PairConfig, case: Callable[[Pair, Console],
 def wrong_tokens(pair: Pair, console: Console) -> bool:
     """P sleeps and wakes, D keeps reading the pages P had before: every answer comes with HTTP 200."""
     reference = pair.ask(QUESTIONS, at_once=1)
+    gpu = GpuBytes(pair)
     report = pair.sleep(pair.prefill, 1)
     held = int(report["unmapped_bytes"]) - int(report["returned_bytes"])
+    gpu.note("asleep")
     pair.wake(pair.prefill)
+    gpu.note("awake again")
     # D asks afresh, in another order: its own prefix cache would hide the fault, and so would P's blocks filled as before.
     pair.sleep(pair.decode, 1)
     pair.wake(pair.decode)
@@ -59,10 +62,32 @@ def wrong_tokens(pair: Pair, console: Console) -> bool:
     wrong = sum(a != b for a, b in zip(answers, reference, strict=True))
     console.print(f"ipc, not followed: {wrong}/{len(QUESTIONS)} answers wrong, all of them HTTP 200")
     console.print(f"  {held / MIB:.1f} MiB that P's sleep unmapped never came back")
+    if gpu.seen:
+        console.print(f"  in use on P's GPU: {gpu}")
     for tag in report["tags"]:
         for holder in tag["holders"]:
             console.print(f"  the sleep report names {holder['who']}: {holder['bytes'] / MIB:.1f} MiB of {tag['tag']}")
     return wrong > 0 and held > 0
+
+
+class GpuBytes:
+    """What is in use on P's GPU, by whomever, from one point to the next. Nothing on a machine where memory is the host's."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.seen: list[tuple[str, int]] = []
+        memory = pair.memory(pair.prefill)["memory"]
+        self._ordinal = int(memory["device"]) if memory["driver"] == "cuda" else None
+        self.note("awake")
+
+    def note(self, when: str) -> None:
+        if self._ordinal is not None:
+            import torch
+
+            free, total = torch.cuda.mem_get_info(self._ordinal)
+            self.seen.append((when, total - free))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{when} {used / MIB:.1f} MiB" for when, used in self.seen)
 
 
 def death_of_the_sleeper(pair: Pair, console: Console) -> bool:

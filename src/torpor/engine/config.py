@@ -18,7 +18,9 @@ WhileAsleep = Literal["reject", "wait", "wake"]
 class SleepConfig:
     enable_sleep_mode: bool = False  # pools, and a connector that cannot follow is refused at start-up (E4)
     enable_pools: bool = False  # pools only: such a connector is refused by the sleep that would unmap
-    prepare_images: bool = False  # host memory for a sleep's images is taken at start-up: as much as weights and runtime state
+    # A sleep's images, as much host memory as weights and runtime state, are made at start-up. None: on a GPU, where page-locking
+    # them takes seconds, which the first sleep would take else.
+    prepare_images: bool | None = None
     while_asleep: WhileAsleep = "reject"  # what a request meets while the engine sleeps (E10)
     retry_after_s: float = 5.0
     default_deadline_s: float = 60.0  # of a sleep that names none

@@ -100,6 +100,11 @@ class Worker:
             )
         return min(HOST_KV_BYTES, int(HOST_KV_FRACTION * available_memory_bytes()))
 
+    @property
+    def _prepares_images(self) -> bool:
+        asked = self.config.sleep.prepare_images
+        return self.config.sleep.pools and self.memory.device.driver != "host" if asked is None else asked
+
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec:
         """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``), and where so configured the host
         memory of what goes there in a sleep. DeviceMemoryError, HostMemoryError."""
@@ -110,8 +115,8 @@ class Worker:
         caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
         self._runner = Runner(self.model, caches, spec, self.memory, self.config.scheduler)
         self._kv_caches, self._spec = caches, spec
-        if self.config.sleep.prepare_images:
-            self.memory.prepare_images()
+        if self._prepares_images:
+            self.memory.prepare_images(fill=True)
         return spec
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:

@@ -6,12 +6,13 @@ were read back and hashed, so a copy that fails half way leaves no chunk in doub
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torpor._native import Arena, Device
+from torpor._native import Arena, ChunkImage, Device
 from torpor.errors import BugError, DeviceError, HostMemoryError, StateError
 from torpor.memory.clock import Phases
 from torpor.memory.config import PAGE_BYTES
@@ -48,14 +49,29 @@ class Image:
 
 
 class _Job:
-    """What one segment needs of a save."""
+    """What one segment needs of a save or a restore."""
 
-    def __init__(self, segment: Segment, image: Image) -> None:
+    def __init__(self, segment: Segment, live: Mask) -> None:
         self.segment = segment
-        self.image = image
-        self.live = segment.live(image.chunk_bytes)
+        self.image = _image_of(segment)
+        self.live = live
         self.todo: Mask = self.live.copy()
         self.copied_bytes = 0
+        self.source: Hashes = np.zeros_like(self.image.hashes)
+        self.checked: Hashes = np.zeros_like(self.image.hashes)
+
+    def for_device(self, arena_address: int) -> ChunkImage:
+        image = self.image
+        return ChunkImage(
+            device_address=self.segment.address,
+            host_address=arena_address + image.offset,
+            nbytes=image.nbytes,
+            wanted=self.todo,
+            valid=image.valid,
+            known=image.hashes,
+            source=self.source,
+            checked=self.checked,
+        )
 
 
 class ImageStore:
@@ -70,38 +86,56 @@ class ImageStore:
         self._space: FreeList | None = None
         self.committed_bytes = 0
 
-    def save(self, segments: Sequence[Segment], phases: Phases) -> dict[Segment, int]:
+    def save(self, segments: Sequence[Segment], phases: Phases, only: Mapping[Segment, Mask] | None = None) -> dict[Segment, int]:
         """Brings the images of mapped segments up to date; gives back the bytes copied for each (M7).
 
-        Returns with every live chunk valid, checked by hash (M4). HostMemoryError: no image has more memory than before, and
-        what was valid and unchanged still is. StateError when somebody keeps writing while it copies.
+        Returns with every live chunk valid (of those in ``only``, if given), checked by hash (M4). HostMemoryError: no image has
+        more memory than before, and what was valid and unchanged still is. StateError when somebody keeps writing meanwhile.
         """
         with phases("commit"):
             self.provide(segments)
-        jobs = [_Job(s, _image_of(s)) for s in segments]
+        jobs = [_Job(s, s.live(self._chunk_bytes) if only is None else only[s]) for s in segments]
         for _ in range(COPY_ROUNDS):
             with phases("save"):
-                for job in jobs:
-                    self._save(job)
+                self._save(jobs)
             if not any(job.todo.any() for job in jobs):
                 break
         else:
             raise self._unsteady(jobs)
-        for job in jobs:
-            self._decommit(job.image, job.image.committed & ~job.live)
+        for segment in segments:
+            self.trim(segment)
         return {job.segment: job.copied_bytes for job in jobs}
 
-    def restore(self, segments: Iterable[Segment], phases: Phases) -> dict[Segment, int]:
-        """Copies images into their mapped segments and checks what arrived; gives back the bytes. The images stay as they are."""
-        todo = [(s, s.live(self._chunk_bytes)) for s in segments]
-        todo = [(s, live) for s, live in todo if live.any()]
-        for segment, live in todo:
-            if not _image_of(segment).valid[live].all():
-                raise BugError(f"the image of a region of tag {segment.tag!r} is not complete", tag=segment.tag)
+    def restore(self, segments: Iterable[Segment], phases: Phases, to_map: Sequence[Segment] = ()) -> dict[Segment, int]:
+        """Copies images into their segments and checks what arrived; gives back the bytes. The images stay as they are.
+
+        The segments are mapped, or among those ``to_map``, which get their memory meanwhile."""
+        jobs = [_Job(s, s.live(self._chunk_bytes)) for s in segments if not s.layout.empty]
+        for job in jobs:
+            if not job.image.valid[job.live].all():
+                raise BugError(f"the image of a region of tag {job.segment.tag!r} is not complete", tag=job.segment.tag)
         with phases("restore"):
-            for segment, live in todo:
-                self._restore(segment, live)
-        return {s: _image_of(s).bytes_in(live) for s, live in todo}
+            if jobs or to_map:
+                self._restore(jobs, to_map)
+        return {job.segment: job.image.bytes_in(job.live) for job in jobs}
+
+    def doubt(self, chunks: Mapping[Segment, Mask]) -> None:
+        """Somebody is about to write these chunks of images: they are not believed until ``load``."""
+        for segment, mask in chunks.items():
+            _image_of(segment).valid &= ~mask
+
+    def load(self, chunks: Mapping[Segment, Mask]) -> None:
+        """Copies these chunks of images to their mapped segments, checks what arrived, and believes them from then on. The
+        images' own hashes are computed beside the copies. DeviceError when something else arrived."""
+        jobs = [_Job(s, mask) for s, mask in chunks.items()]
+        with ThreadPoolExecutor(1) as beside:
+            hashes = [beside.submit(self._hash_image, job) for job in jobs]
+            self._device.restore_chunks(self._for_device(jobs), self._chunk_bytes, threads=self._threads)
+        for job, found in zip(jobs, hashes, strict=True):
+            job.image.hashes[job.live] = found.result()[job.live]
+            self._require_arrived(job, "what was loaded; load it again")
+        for job in jobs:
+            job.image.valid |= job.live
 
     def release(self, segment: Segment) -> None:
         """Gives the segment's image back. After a DeviceError what is left of it is not believed, and a retry goes on."""
@@ -135,6 +169,10 @@ class ImageStore:
             self._space.check()
             if sorted(o for o, _ in self._space.pieces) != sorted(i.offset for i in images):
                 raise BugError("the arena hands out what no image has")
+
+    def address_of(self, segment: Segment) -> int:
+        """Where the image of a region begins. BugError when it has none."""
+        return self._arena_memory().address + _image_of(segment).offset
 
     # ---- memory ------------------------------------------------------------------------------------------------------------
 
@@ -204,48 +242,62 @@ class ImageStore:
 
     # ---- bytes -------------------------------------------------------------------------------------------------------------
 
-    def _save(self, job: _Job) -> None:
+    def _save(self, jobs: Sequence[_Job]) -> None:
         """One round: copies chunks whose image is not right, and believes those whose copy has the hash of the source; the rest
         stays to do. DeviceError when a copy is wrong and its source did not change."""
+        before = [(job.image.valid.copy(), job.image.hashes.copy()) for job in jobs]
+        self._device.save_chunks(self._for_device(jobs), self._chunk_bytes, threads=self._threads)
+        for job, (was_valid, known) in zip(jobs, before, strict=True):
+            self._believe(job, was_valid & (known == job.source))
+        for job in jobs:
+            if job.todo.any() and (self._hash(job) == job.source)[job.todo].any():
+                raise DeviceError(f"copying tag {job.segment.tag!r} to the host changed its bytes", operation="copy", code=0)
+
+    def _believe(self, job: _Job, unchanged: Mask) -> None:
         image = job.image
-        was_valid, known = image.valid.copy(), image.hashes.copy()
-        source, copied = self._device.save_chunks(
-            *self._place_of(job.segment), wanted=job.todo, valid=image.valid, known=image.hashes, threads=self._threads
-        )
         dirty = job.todo & ~image.valid
-        job.copied_bytes += image.bytes_in(dirty & ~(was_valid & (known == source)))
-        right = dirty & (copied == source)
-        image.hashes[right] = source[right]
+        job.copied_bytes += image.bytes_in(dirty & ~unchanged)
+        right = dirty & (job.checked == job.source)
+        image.hashes[right] = job.source[right]
         image.valid |= right
         job.todo = dirty & ~right
-        if job.todo.any() and (self._hash(job.segment.address, image, job.todo) == source)[job.todo].any():
-            raise DeviceError(f"copying tag {job.segment.tag!r} to the host changed its bytes", operation="copy", code=0)
 
-    def _restore(self, segment: Segment, live: Mask) -> None:
-        arrived = self._device.restore_chunks(*self._place_of(segment), wanted=live, threads=self._threads)
-        self._require_equal(segment, arrived, live)
+    def _restore(self, jobs: Sequence[_Job], to_map: Sequence[Segment]) -> None:
+        images = self._for_device(jobs)
+        if to_map:
+            self._device.wake([s.region for s in to_map], images, self._chunk_bytes, threads=self._threads)
+        else:
+            self._device.restore_chunks(images, self._chunk_bytes, threads=self._threads)
+        for job in jobs:
+            self._require_arrived(job, "what was put to sleep; discard the tag and fill it anew")
 
-    def _place_of(self, segment: Segment) -> tuple[int, int, int, int]:
-        """Addresses of the region and of its image, bytes of both, bytes of a chunk."""
-        image = _image_of(segment)
-        return segment.address, self._arena_memory().address + image.offset, image.nbytes, image.chunk_bytes
+    def _require_arrived(self, job: _Job, what: str) -> None:
+        wrong = int((job.checked != job.image.hashes)[job.live].sum())
+        if wrong:
+            message = f"{wrong} chunks of tag {job.segment.tag!r} are not {what}"
+            raise DeviceError(message, operation="restore", code=0, tag=job.segment.tag, chunks=wrong)
+
+    def _for_device(self, jobs: Sequence[_Job]) -> list[ChunkImage]:
+        return [job.for_device(self._arena_memory().address) for job in jobs if job.todo.any()]
 
     def _unsteady(self, jobs: list[_Job]) -> StateError:
         tags = sorted({job.segment.tag for job in jobs if job.todo.any()})
         message = f"tags {tags} are being written while their images are made; stop what writes, in a before_unmap hook"
         return StateError(message, state="resident", tags=tags)
 
-    def _require_equal(self, segment: Segment, found: Hashes, live: Mask) -> None:
-        wrong = int((found != _image_of(segment).hashes)[live].sum())
-        if wrong:
-            message = f"{wrong} chunks of tag {segment.tag!r} are not what was put to sleep; discard the tag and fill it anew"
-            raise DeviceError(message, operation="restore", code=0, tag=segment.tag, chunks=wrong)
+    def _hash(self, job: _Job) -> Hashes:
+        """Hashes on the device of the chunks that are to do; 0 elsewhere."""
+        return self._hash_at(job, job.segment.address, on_host=False)
 
-    def _hash(self, address: int, image: Image, mask: Mask) -> Hashes:
-        """Hashes of the chunks in ``mask``; 0 elsewhere."""
-        out = np.zeros_like(image.hashes)
-        for (start, stop), (offset, size) in zip(runs(mask), image.byte_runs(mask), strict=True):
-            out[start:stop] = self._device.hash_chunks(address + offset, size, image.chunk_bytes, threads=self._threads)
+    def _hash_image(self, job: _Job) -> Hashes:
+        return self._hash_at(job, self.address_of(job.segment), on_host=True)
+
+    def _hash_at(self, job: _Job, base: int, on_host: bool) -> Hashes:
+        image, out = job.image, np.zeros_like(job.image.hashes)
+        for (start, stop), (offset, size) in zip(runs(job.todo), image.byte_runs(job.todo), strict=True):
+            out[start:stop] = self._device.hash_chunks(
+                base + offset, size, image.chunk_bytes, on_host=on_host, threads=self._threads
+            )
         return out
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torpor._native import Device
 from torpor.errors import ConfigurationError, StateError, UnknownTagError
+from torpor.memory.clock import Phases
 from torpor.memory.config import MemoryConfig
 from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
 from torpor.memory.integrity import check_integrity
 from torpor.memory.ledger import ExportedPool, ExportLedger
+from torpor.memory.loading import Loading
 from torpor.memory.orphans import adopt_orphans
 from torpor.memory.pool import Pool
 from torpor.memory.settings import PoolSettings, checked_policy
@@ -107,17 +110,39 @@ class Memory:
             for segment in pool.segments:
                 segment.stale = False
 
-    def prepare_images(self, policies: Mapping[str, str] | None = None) -> int:
+    def prepare_images(self, policies: Mapping[str, str] | None = None, *, fill: bool = False) -> int:
         """Takes the host memory that a sleep with these policies needs for images now, off its path; the bytes taken.
 
-        As much as the tensors of the tags that go to the host: the first sleep then takes no longer than those after it. A
-        discard and ``release_images`` give it back. Errors are those of ``sleep``; HostMemoryError: nothing was taken.
+        As much as the tensors of the tags that go to the host. ``fill``: copies and checks their content too, so that the first
+        sleep copies only what has changed since. A discard and ``release_images`` give the memory back. Errors are those of
+        ``sleep``; HostMemoryError: nothing was taken.
         """
         with self._shared.structure():
             before = self._shared.images.committed_bytes
             hosts = [move.pool for move in self._moves(policies) if move.policy == "host"]
-            self._shared.images.provide([s for pool in hosts for s in pool.mapped_segments() if not s.stale])
+            segments = [s for pool in hosts for s in pool.mapped_segments() if not s.stale]
+            self._shared.images.provide(segments)
+            if fill:
+                self._shared.images.save(segments, Phases())
             return self._shared.images.committed_bytes - before
+
+    @contextlib.contextmanager
+    def load_through_images(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Fills tensors by way of their host images: ``with memory.load_through_images(tensors) as staging: ...``.
+
+        ``staging`` are CPU tensors of the same shapes and dtypes over the tensors' own bytes in the images (page-locked where the
+        driver wants that), content undefined. Write all of them; when the block ends the bytes are copied to the device and
+        checked there, and the images are up to date, so that the first sleep copies nothing. Do not keep ``staging``. When the
+        block raises, the tensors are as they were.
+
+        The tensors: contiguous, in resident pools of this memory, all read by nobody else meanwhile. Others may call ``stats``;
+        structural calls of other threads wait. ConfigurationError, StateError, HostMemoryError: nothing has changed. DeviceError:
+        the content is undefined; load again.
+        """
+        with self._shared.transaction("load"):
+            loading = Loading(self._shared, self._pools.values(), tensors)
+            yield loading.begin()
+            loading.finish()
 
     def release_images(self, tag: str) -> int:
         """Gives back the host memory of images that a resident tag retains; the bytes. StateError while they are the content."""

@@ -44,6 +44,11 @@ class Shared:
         return self.device.driver == "host"
 
     @property
+    def maps_beside(self) -> bool:
+        """Do copies of a wake go beside the creation of memory?"""
+        return not self.on_host
+
+    @property
     def torch_ordinal(self) -> int | None:
         return None if self.on_host else self.config.device
 

@@ -1,4 +1,8 @@
-"""The wake transaction: memory for everything asked, then content from images, then hooks come back."""
+"""The wake transaction: memory for everything asked, content from images, then hooks come back.
+
+Where copies can go beside the creation of memory (cuda), and the device says beforehand that there is room for all, they do: what
+gets content is created first. Whatever fails then, everything is unmapped again (M5).
+"""
 
 from __future__ import annotations
 
@@ -47,9 +51,13 @@ class Wake:
 
     def run(self) -> WakeReport:
         """HookError once everything is mapped and every hook was called; its field ``report`` is what would be returned."""
-        with self._phases("create_map"):
-            self._map()
-        restored = self._restore()
+        if self._maps_beside():
+            to_map = sorted(self._to_map, key=lambda s: s not in set(self._to_restore))
+        else:
+            with self._phases("create_map"):
+                self._map()
+            to_map = []
+        restored = self._restore(to_map)
         self._settle()
         self.done = True
         self._release_images()
@@ -61,13 +69,27 @@ class Wake:
             raise restore_error(failures, report)
         return report
 
+    @property
+    def _to_map(self) -> list[Segment]:
+        return [s for r in self._rises for s in r.to_map]
+
+    @property
+    def _to_restore(self) -> list[Segment]:
+        return [s for r in self._rises for s in r.to_restore]
+
+    def _maps_beside(self) -> bool:
+        """Not where memory may be short: there all is created before any is mapped."""
+        if not (self._shared.maps_beside and self._to_restore and self._to_map):
+            return False
+        return self._shared.device.free_bytes() >= sum(s.nbytes for s in self._to_map)
+
     def _map(self) -> None:
         """M5: the library creates all before it maps any; after a failure nothing has changed."""
-        self._shared.device.map([s.region for r in self._rises for s in r.to_map])
+        self._shared.device.map([s.region for s in self._to_map])
 
-    def _restore(self) -> dict[Segment, int]:
+    def _restore(self, to_map: Sequence[Segment]) -> dict[Segment, int]:
         try:
-            return self._shared.images.restore([s for r in self._rises for s in r.to_restore], self._phases)
+            return self._shared.images.restore(self._to_restore, self._phases, to_map)
         except BaseException as error:
             self._unmap_again(error)
             raise
@@ -75,7 +97,7 @@ class Wake:
     def _unmap_again(self, error: BaseException) -> None:
         """The images are whole. Where the driver refuses this too, the pools are mapped, and stale until a wake restores them."""
         try:
-            self._shared.device.unmap([s.region for r in self._rises for s in r.to_map])
+            self._shared.device.unmap([s.region for s in self._to_map])
         except TorporError as second:
             if isinstance(error, TorporError):
                 error.fields["unmap_failure"] = str(second)

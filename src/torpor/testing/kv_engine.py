@@ -18,6 +18,7 @@ import torch
 
 from torpor._native import Device
 from torpor.connectors import ConnectorConfig, Finished, KVConnector, get_connector
+from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import BlockId, KVCacheSpec
 from torpor.memory import Memory, MemoryConfig, SleepReport, WakeReport
 from torpor.request import GenerationRequest, SamplingParams
@@ -38,15 +39,17 @@ class KVEngine:
         *,
         kind: type[KVConnector] | None = None,
         device: Device | None = None,
+        memory: MemoryConfig | None = None,
     ) -> None:
-        """``kind``: the connector's class, found by ``config.connector`` when not given."""
+        """``kind``: the connector's class, found by ``config.connector`` when not given. ``memory``: the host driver when not
+        given; with ``cuda`` the KV cache lies on that device."""
         kind = kind or get_connector(config.connector)
         self.config = dataclasses.replace(config, engine_id=config.engine_id or secrets.token_hex(4))
         self.spec = spec
-        self.memory = Memory(MemoryConfig(driver="host", extent_bytes=1 << 20), device=device)
-        pool = self.memory.pool("kv_cache", policy="discard", exportable=True, guarded=kind.guarded)
-        shape = (2, spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_caches = {f"layers.{i}": pool.zeros(shape, getattr(torch, spec.dtype)) for i in range(spec.num_layers)}
+        self.memory = Memory(memory or MemoryConfig(driver="host", extent_bytes=1 << 20), device=device)
+        self.kv_caches = allocate_kv_caches(spec, self.memory, exportable=True, guarded=kind.guarded)
+        for tensor in self.kv_caches.values():
+            tensor.zero_()
         self.scheduler = kind.create_scheduler(self.config, spec)
         self.worker = kind.create_worker(self.config, spec)
         self._finished: dict[str, str] = {}
@@ -68,6 +71,10 @@ class KVEngine:
         """Fills the blocks with the prompt's pattern and hands them off; what the client would get as ``kv_transfer_params``."""
         for index, block in enumerate(block_ids):
             self.write_block(block, expected(self.spec, prompt, index))
+        return self.hand_off(request_id, prompt, block_ids)
+
+    def hand_off(self, request_id: str, prompt: Sequence[int], block_ids: Sequence[int]) -> dict[str, Any]:
+        """The end of ``prefill``: whatever is in the blocks is taken for the prompt's KV."""
         request = _request(request_id, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         kept, params = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids], len(prompt))
@@ -108,14 +115,14 @@ class KVEngine:
                 self._finished[request_id] = name
         return finished
 
-    def wait(self, request_id: str, timeout_s: float = 10) -> str:
+    def wait(self, request_id: str, timeout_s: float = 10, poll_s: float = POLL_S) -> str:
         """ "sending", "recving" or "failed". TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self._finished:
             self.step()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"request {request_id} did not finish within {timeout_s} s")
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return self._finished.pop(request_id)
 
     def sleep(self) -> SleepReport:
@@ -146,7 +153,7 @@ class KVEngine:
     def block(self, block: int) -> bytes:
         """K and V of every layer, one after another."""
         return b"".join(
-            tensor[half, block].contiguous().view(torch.uint8).numpy().tobytes()
+            tensor[half, block].cpu().contiguous().view(torch.uint8).numpy().tobytes()
             for tensor in self.kv_caches.values()
             for half in (0, 1)
         )

@@ -1,0 +1,195 @@
+"""KV blocks from one engine's process to another's: whole loads, from asking until the reader knows that the bytes are right.
+
+    .venv/bin/python benchmarks/gpu_transfer.py                         # one GPU, and a second one where there is one
+    .venv/bin/python benchmarks/gpu_transfer.py --driver host --mib 64  # no GPU
+
+A load moves blocks of a size, half of the owner's cache in random order, into random blocks of the reader's. Beside it, in the
+same round, one copy of as many bytes in one piece: the most that the memory, or the link between two GPUs, gives. ``ipc`` always;
+``nixl`` where it is installed, with a sixteenth of the bytes: it may be a hundred times slower. What arrived is compared to the
+bit.
+
+GB/s are of bytes that arrive; within one GPU its memory moves twice as many.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import common
+import torch
+
+from torpor.connectors import ConnectorConfig
+from torpor.kvcache.types import KVCacheSpec
+from torpor.memory import MemoryConfig
+from torpor.testing.kv_engine import KVEngine
+
+LAYERS, BLOCK_SIZE, HEAD_DIM = 8, 16, 128
+GOAL_NVLINK = 300.0  # GB/s
+GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
+WAIT_S = 60.0
+
+
+def spec_of(block_bytes: int, load_bytes: int) -> KVCacheSpec:
+    """Twice as many blocks as one load moves, of 16 bf16 tokens."""
+    heads = block_bytes // (BLOCK_SIZE * HEAD_DIM * 2)
+    return KVCacheSpec(
+        model_id="transfer@1",
+        num_layers=LAYERS,
+        num_blocks=2 * max(1, load_bytes // (2 * LAYERS * block_bytes)),
+        block_size=BLOCK_SIZE,
+        num_kv_heads=heads,
+        head_dim=HEAD_DIM,
+        dtype="bfloat16",
+    )
+
+
+def engine_of(name: str, role: str, connector: str, spec: KVCacheSpec, memory: MemoryConfig, folder: str) -> KVEngine:
+    extra: dict[str, Any] = {"socket_dir": f"{folder}/kv"} if connector == "ipc" else {}
+    return KVEngine(ConnectorConfig(connector=connector, engine_id=name, role=role, extra=extra), spec, memory=memory)  # type: ignore[arg-type]
+
+
+def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """The same bytes for the same seed on every device of a kind."""
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    return tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
+
+
+def own(pipe: Connection, connector: str, spec: KVCacheSpec, memory: MemoryConfig, folder: str) -> None:
+    """The owner's process: hands off what it is asked for."""
+    with engine_of("P", "producer", connector, spec, memory, folder) as engine:
+        for seed, tensor in enumerate(engine.kv_caches.values()):
+            fill(tensor, seed)
+        pipe.send("up")
+        while (asked := pipe.recv()) is not None:
+            pipe.send(engine.hand_off(*asked))
+
+
+class Transfer:
+    """An owner in a process of its own and a reader in this one."""
+
+    def __init__(self, connector: str, spec: KVCacheSpec, owner: MemoryConfig, reader: MemoryConfig) -> None:
+        self.spec = spec
+        self.nbytes = spec.num_blocks // 2 * spec.block_bytes * 2 * spec.num_layers
+        self._stack = ExitStack()
+        self._rng = random.Random(0)
+        self._number = 0
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torpor-transfer-"))
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=own, args=(theirs, connector, spec, owner, folder), daemon=True)
+        self._process.start()
+        self.engine = self._stack.enter_context(engine_of("D", "consumer", connector, spec, reader, folder))
+        self._answer()
+        one, two = (_scratch(self.nbytes, config) for config in (owner, reader))
+        self._copy = (one, two)
+
+    def load(self) -> float:
+        """GB/s of one load."""
+        self._number += 1
+        there, here = self._scattered(), self._scattered()
+        prompt = [self._number, *range(len(there) * BLOCK_SIZE - 1)]
+        self._pipe.send((f"r{self._number}", prompt, there))
+        params = self._answer()
+        request, begun = f"q{self._number}", time.perf_counter()
+        self.engine.begin_load(request, prompt, params, here)
+        finished = self.engine.wait(request, WAIT_S, poll_s=0.0001)
+        took = time.perf_counter() - begun
+        if finished != "recving":
+            raise SystemExit(f"a load of {self.nbytes} bytes ended as {finished}")
+        self.there, self.here = there, here
+        return self.nbytes / took / 1e9
+
+    def copy(self) -> float:
+        """GB/s of one copy of as many bytes in one piece."""
+        source, target = self._copy
+        _synchronize(source, target)
+        begun = time.perf_counter()
+        target.copy_(source)
+        _synchronize(source, target)
+        return self.nbytes / (time.perf_counter() - begun) / 1e9
+
+    def verify(self) -> bool:
+        """Whether the last load's blocks are the owner's, to the bit."""
+        scratch = torch.empty_like(next(iter(self.engine.kv_caches.values())))
+        for seed, tensor in enumerate(self.engine.kv_caches.values()):
+            fill(scratch, seed)
+            ours, theirs = (t.view(torch.int16)[:, ids] for t, ids in ((tensor, self.here), (scratch, self.there)))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
+
+    def close(self) -> None:
+        self._copy = ()
+        self._stack.close()
+        self._pipe.send(None)
+        self._process.join(WAIT_S)
+
+    def _scattered(self) -> list[int]:
+        return self._rng.sample(range(self.spec.num_blocks), self.spec.num_blocks // 2)
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(WAIT_S):
+            raise SystemExit("the owner's process does not answer")
+        return self._pipe.recv()
+
+
+def _scratch(nbytes: int, config: MemoryConfig) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{config.device}" if config.driver == "cuda" else "cpu")
+
+
+def _synchronize(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def measure(connector: str, block_bytes: int, load_bytes: int, ordinals: Sequence[int], args: Any) -> dict[str, Any]:
+    owner, reader = (MemoryConfig(driver=args.driver, device=ordinal, extent_bytes=1 << 30) for ordinal in ordinals)
+    transfer = Transfer(connector, spec_of(block_bytes, load_bytes), owner, reader)
+    try:
+        found = common.interleaved({"load": transfer.load, "copy": transfer.copy}, args.rounds, warmup=2)
+        same = transfer.verify()
+        return {**found, "bytes": transfer.nbytes, "identical": same, "path": transfer.engine.worker.stats().path}
+    finally:
+        transfer.close()
+
+
+def main() -> None:
+    args = common.arguments(
+        __doc__, driver="cuda", mib=1024, rounds=7, sizes="16384,65536,1048576", quick=False, out=str(common.MEASUREMENTS)
+    )
+    if args.quick:
+        args.rounds, args.mib = 2, min(args.mib, 16)
+    run = common.Run("gpu_transfer", "KV blocks from P's process to D's", args.out)
+    gpus = torch.cuda.device_count() if args.driver == "cuda" else 0
+    ways = {"one GPU" if gpus else "host": (0, 0)} | ({"two GPUs": (0, 1)} if gpus > 1 else {})
+    connectors = ["ipc"] + (["nixl"] if importlib.util.find_spec("nixl_cu13") else [])
+    results: dict[str, Any] = {"gpus": [torch.cuda.get_device_name(i) for i in range(gpus)]}
+    goals, rows = {}, []
+    for way, ordinals in ways.items():
+        for connector in connectors:
+            for block_bytes in map(int, args.sizes.split(",")):
+                load_bytes = (args.mib << 20) // (1 if connector == "ipc" else 16)
+                found = measure(connector, block_bytes, load_bytes, ordinals, args)
+                results.setdefault(way, {}).setdefault(connector, {})[str(block_bytes)] = found
+                rows.append([f"{way}, {connector}", block_bytes >> 10, found["load"], found["copy"], str(found["identical"])])
+                goals[f"{way}, {connector}, {block_bytes >> 10} KiB: to the bit"] = found["identical"]
+                if connector == "ipc" and way == "two GPUs":
+                    goals[f"{way}, {block_bytes >> 10} KiB: {GOAL_NVLINK:.0f} GB/s"] = found["load"].median >= GOAL_NVLINK
+                if connector == "ipc" and way == "one GPU":
+                    enough = found["load"].median >= GOAL_OF_COPY * found["copy"].median
+                    goals[f"{way}, {block_bytes >> 10} KiB: {GOAL_OF_COPY} of the copy rate"] = enough
+    run.table("GB/s, median (lowest-highest)", ["way", "block KiB", "load", "one copy", "identical"], rows)
+    run.write(results, goals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+#include "cuda_kernels.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cuda_nvrtc.h"
+#include "hash.h"
+
+namespace torpor::cuda {
+
+extern const char *const kKernelSource;  // cuda_kernels.cu, embedded by CMake
+
+namespace {
+
+constexpr unsigned kThreads = 256;  // of cuda_kernels.cu
+// Large enough that starting a block of threads does not show, small enough that few chunks fill the device.
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
+constexpr uint64_t kVectorBytes = 16;
+constexpr uint64_t kCopyPieceVectors = 1024;
+constexpr uint32_t kBlocksPerProcessor = 4;  // what the registers of torpor_copy_blocks allow
+#ifndef TORPOR_PULL_BLOCKS
+#define TORPOR_PULL_BLOCKS 32
+#endif
+constexpr unsigned kPullBlocks = TORPOR_PULL_BLOCKS;  // of threads: enough in flight for any link, and little of the device
+
+uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
+
+// Compiled once per process and kind of device.
+const std::string &code_for(int major, int minor) {
+  static std::mutex compiling;
+  static std::map<std::pair<int, int>, std::string> compiled;
+  std::lock_guard<std::mutex> guard(compiling);
+  std::string &code = compiled[{major, minor}];
+  if (code.empty()) code = compile(kKernelSource, "torpor_kernels.cu", major, minor);
+  return code;
+}
+
+// As the kernel reads it.
+struct BlockCopy {
+  uint64_t dst, src;
+  const uint64_t *dst_ids, *src_ids;
+  uint64_t count, block, piece;
+};
+
+}  // namespace
+
+uint64_t SumTable::bytes(uint64_t chunks, uint64_t chunk_bytes) {
+  return chunks * (sizeof(SumChunk) + pieces_of(chunk_bytes) * sizeof(uint64_t));
+}
+
+SumTable::SumTable(void *memory, uint64_t chunks, uint64_t chunk_bytes)
+    : chunks_(static_cast<SumChunk *>(memory)),
+      sums_(reinterpret_cast<uint64_t *>(chunks_ + chunks)),
+      pieces_(pieces_of(chunk_bytes)) {}
+
+uint64_t SumTable::hash(uint64_t i) const {
+  ChunkHash hash;
+  uint64_t sum = 0;
+  for (uint32_t piece = 0; piece < pieces_; ++piece) sum += sums_[i * pieces_ + piece];
+  hash.add_summed(sum, chunks_[i].bytes);
+  return hash.finish();
+}
+
+Kernels::Kernels(const Context &context) {
+  const Table &cu = table();
+  const int major = context.attribute(kAttributeComputeMajor), minor = context.attribute(kAttributeComputeMinor);
+  const std::string &image = code_for(major, minor);
+  processors_ = static_cast<uint32_t>(std::max(context.attribute(kAttributeProcessors), 1));
+  check(cu.cuModuleLoadData(&module_, image.data()), kNoOp, "cuModuleLoadData");
+  const CUresult found[] = {cu.cuModuleGetFunction(&sum_, module_, "torpor_sum"),
+                            cu.cuModuleGetFunction(&copy_, module_, "torpor_copy_blocks"),
+                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull")};
+  for (const CUresult result : found) {
+    if (result == kSuccess) continue;
+    cu.cuModuleUnload(module_);
+    check(result, kNoOp, "cuModuleGetFunction");
+  }
+}
+
+Kernels::~Kernels() { table().cuModuleUnload(module_); }
+
+void Kernels::sum(const SumTable &sums, uint64_t first, uint64_t last, CUstream stream) const {
+  if (first == last) return;
+  const SumChunk *chunks = sums.chunks_ + first;
+  uint32_t pieces = sums.pieces_;
+  uint64_t piece_bytes = kPieceBytes;
+  uint64_t *out = sums.sums_ + first * pieces;
+  void *arguments[] = {&chunks, &pieces, &piece_bytes, &out};
+  const auto blocks = static_cast<unsigned>((last - first) * pieces);
+  check(table().cuLaunchKernel(sum_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_HASH, "cuLaunchKernel");
+}
+
+bool Kernels::can_copy(const BlockCopies &list) {
+  return list.dst % kVectorBytes == 0 && list.src % kVectorBytes == 0 && list.block_bytes % kVectorBytes == 0;
+}
+
+void Kernels::copy(const BlockCopies &list, CUstream stream) const {
+  const uint64_t block = list.block_bytes / kVectorBytes, piece = std::min(block, kCopyPieceVectors);
+  BlockCopy job{list.dst, list.src, list.dst_ids, list.src_ids, list.count, block, piece};
+  const uint64_t pieces = list.count * ((block + piece - 1) / piece);
+  const auto blocks = static_cast<unsigned>(std::min<uint64_t>(pieces, processors_ * kBlocksPerProcessor));
+  void *arguments[] = {&job};
+  check(table().cuLaunchKernel(copy_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY, "cuLaunchKernel");
+}
+
+void Kernels::pull(const tp_span &span, CUstream stream) const {
+  uint64_t dst = span.dst, src = span.src, vectors = span.bytes / kVectorBytes;
+  void *arguments[] = {&dst, &src, &vectors};
+  check(table().cuLaunchKernel(pull_, kPullBlocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY,
+        "cuLaunchKernel");
+}
+
+}  // namespace torpor::cuda

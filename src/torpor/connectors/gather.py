@@ -1,0 +1,60 @@
+"""How a list of blocks is copied out of a mapped KV cache: in as few calls of the device's copy engine as there can be.
+
+The blocks of all layers' K and V that lie in one region are counted from one base, in units of a block: one call moves them all.
+
+    base                                           ids of block b in array a: starts[a] + b
+    | K of layer 0: 0 1 2 ... | V of layer 0 | K of layer 1 | ...
+    ^ starts[0] = 0           ^ starts[1]    ^ starts[2]
+
+A call costs some 20 us on a GPU, which moves 8 MB meanwhile; by layer it would be 72 calls for a model of 36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torpor.connectors.geometry import Geometry
+
+Ids = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Arrays that one call can address. ``dst`` and ``src`` are addresses, ``*_starts`` the ids of every array's block 0."""
+
+    dst: int
+    src: int
+    dst_starts: Ids
+    src_starts: Ids
+
+    def pieces(self, local: Ids, remote: Ids, blocks: int) -> Iterator[tuple[Ids, Ids]]:
+        """(destination ids, source ids) of at most ``blocks`` blocks each, array by array, so that neighbours stay together."""
+        dst_ids = (self.dst_starts[:, None] + local).reshape(-1)
+        src_ids = (self.src_starts[:, None] + remote).reshape(-1)
+        for start in range(0, len(dst_ids), blocks):
+            yield dst_ids[start : start + blocks], src_ids[start : start + blocks]
+
+
+def lanes(ours: Geometry, theirs: Geometry) -> list[Lane]:
+    """Every array of K or V once. Arrays share a lane when they lie in the same regions, whole blocks apart, on both sides."""
+    block_bytes = ours.spec.block_bytes
+    groups: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    halves = [place for place in zip(ours.places, theirs.places, strict=True) for _ in range(2)]
+    for (here, there), dst, src in zip(halves, ours.arrays(), theirs.arrays(), strict=True):
+        key = (here.region, there.region, dst % block_bytes, src % block_bytes)
+        groups.setdefault(key, []).append((dst, src))
+    return [_lane(pairs, block_bytes) for pairs in groups.values()]
+
+
+def _lane(pairs: Sequence[tuple[int, int]], block_bytes: int) -> Lane:
+    dst, src = min(d for d, _ in pairs), min(s for _, s in pairs)
+    return Lane(
+        dst,
+        src,
+        np.array([(d - dst) // block_bytes for d, _ in pairs], dtype=np.uint64),
+        np.array([(s - src) // block_bytes for _, s in pairs], dtype=np.uint64),
+    )

@@ -1,0 +1,247 @@
+"""What connectors do differently, or must not do differently, when the KV cache lies in device memory. No GPU needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from connector_pairs import A, Pairs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torpor.connectors import ConnectorConfig, gather, nixl, wire
+from torpor.connectors.doors import Credentials, start_time
+from torpor.connectors.fence import FencePage, FenceView
+from torpor.connectors.geometry import Geometry, Place
+from torpor.connectors.ipc import IpcRemote, IpcTransport
+from torpor.connectors.nixl_probe import Probe
+from torpor.connectors.options import Options
+from torpor.connectors.pins import NoPins
+from torpor.errors import DeviceError, HandshakeError, TransportError
+from torpor.kvcache.types import KVCacheSpec
+from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
+
+# 2 MiB in K of one layer: enough to measure.
+LARGE_SPEC = KVCacheSpec(
+    model_id="stand-in@1", num_layers=2, num_blocks=128, block_size=16, num_kv_heads=4, head_dim=64, dtype="float32"
+)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Iterator[Pairs]:
+    with contextlib.closing(Pairs("ipc", tmp_path)) as pairs:
+        yield pairs
+
+
+# ---- which copies ----------------------------------------------------------------------------------------------------------
+
+SPEC = KVCacheSpec(model_id="m@1", num_layers=3, num_blocks=7, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
+places = st.lists(
+    st.builds(Place, st.integers(0, 1), st.integers(0, 40).map(lambda n: n * 32)), min_size=3, max_size=3, unique_by=str
+)
+
+
+@given(
+    places, places, st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), unique_by=lambda pair: pair[0]), st.integers(1, 50)
+)
+def test_lanes_copy_every_block_of_every_array_once(
+    ours: list[Place], theirs: list[Place], blocks: list[tuple[int, int]], step: int
+) -> None:
+    here = Geometry(SPEC, (1 << 20, 3 << 20), (1 << 16, 1 << 16), tuple(ours))
+    there = Geometry(SPEC, (5 << 20, 7 << 20), (1 << 16, 1 << 16), tuple(theirs))
+    local, remote = (np.array([pair[side] for pair in blocks], dtype=np.uint64) for side in (0, 1))
+    copied = []
+    for lane in gather.lanes(here, there):
+        for dst_ids, src_ids in lane.pieces(local, remote, step):
+            assert len(dst_ids) <= step
+            copied += [
+                (lane.dst + int(d) * SPEC.block_bytes, lane.src + int(s) * SPEC.block_bytes)
+                for d, s in zip(dst_ids, src_ids, strict=True)
+            ]
+    wanted = [
+        (dst + d * SPEC.block_bytes, src + s * SPEC.block_bytes)
+        for dst, src in zip(here.arrays(), there.arrays(), strict=True)
+        for d, s in blocks
+    ]
+    assert sorted(copied) == sorted(wanted)
+
+
+def test_layers_one_after_another_make_one_lane() -> None:
+    ours = Geometry(SPEC, (4096,), (1 << 16,), tuple(Place(0, i * SPEC.layer_bytes) for i in range(3)))
+    assert len(gather.lanes(ours, ours.at([1 << 30]))) == 1
+
+
+# ---- the device's own order ------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_off_is_granted_after_the_device_has_settled(pairs: Pairs) -> None:
+    p = pairs.engine("P", "producer")
+    worker: Any = p.worker
+    leases: list[int] = []
+    worker._settle = lambda: leases.append(len(worker._leases))
+    p.prefill("r", A, [1, 2, 3])
+    assert (leases, len(worker._leases)) == ([0], 1)
+    p.step()
+    assert leases == [0], "a step that neither hands off nor loads waits for nothing"
+
+
+def test_a_load_begins_after_the_device_has_settled(pairs: Pairs) -> None:
+    p, d = pairs.pair()
+    worker: Any = d.worker
+    in_flight: list[int] = []
+    worker._settle = lambda: in_flight.append(worker._reader.loads_in_flight)
+    assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+    assert in_flight == [0]
+
+
+def test_p4a_pins_of_host_memory_say_nothing_about_a_device() -> None:
+    watch = NoPins(lambda: pytest.fail("nobody needs to know"))
+    watch.check_unpinned()
+
+
+# ---- who still has it ------------------------------------------------------------------------------------------------------
+
+PEER = """
+import mmap, os, sys
+fd = int(sys.argv[1])
+page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+os.close(fd)
+print("maps", flush=True)
+sys.stdin.readline()
+page.close()
+print("dropped", flush=True)
+sys.stdin.readline()
+"""
+
+
+def transport_on(driver: str, folder: Path, fence: FencePage) -> IpcTransport:
+    """That has published a KV cache without memory files."""
+    config = ConnectorConfig(connector="ipc", engine_id="P", extra={"socket_dir": str(folder)})
+    transport = IpcTransport(config, Options.of(config, known={"socket_dir"}))
+    exported = SimpleNamespace(regions=(), close=lambda: None)
+    memory: Any = SimpleNamespace(device=SimpleNamespace(driver=driver), exports=lambda tag: exported)
+    transport.open(Geometry(SMALL_SPEC, (), (), ()), memory, fence)
+    transport.publish()
+    return transport
+
+
+def test_p2_of_device_memory_the_fence_tells_whether_a_peer_still_has_it(tmp_path: Path) -> None:
+    fence = FencePage(16)
+    transport = transport_on("cuda", tmp_path, fence)
+    with subprocess.Popen(
+        [sys.executable, "-c", PEER, str(fence.fd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[fence.fd],
+        text=True,
+    ) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == "maps\n"
+        credentials = Credentials(peer.pid, os.geteuid(), start_time(peer.pid))
+        assert not transport.lets_go(credentials)
+        peer.stdin.write("drop\n")
+        peer.stdin.flush()
+        assert peer.stdout.readline() == "dropped\n"
+        assert transport.lets_go(credentials)
+        peer.kill()
+    assert transport.lets_go(credentials), "a process that is gone holds nothing"
+    transport.close()
+    fence.close()
+
+
+def test_the_fence_goes_after_the_last_import(tmp_path: Path) -> None:
+    """The owner takes it for the import's sign of life."""
+    fence = FencePage(16)
+    view = FenceView(fence.fd, 16)
+    stubborn: Any = SimpleNamespace(refusals=1, address=0)
+
+    def close() -> None:
+        stubborn.refusals -= 1
+        if stubborn.refusals >= 0:
+            raise DeviceError("not now")
+
+    stubborn.close = close
+    geometry = Geometry(SMALL_SPEC, (4096,), (1 << 16,), tuple(Place(0, i * SMALL_SPEC.layer_bytes) for i in range(2)))
+    remote = IpcRemote(SimpleNamespace(), geometry, geometry, [stubborn], view, "P")  # type: ignore[arg-type]
+    assert not remote.close()
+    assert remote.look(1)
+    assert remote.close()
+    with pytest.raises(ValueError):
+        remote.look(1)
+    fence.close()
+
+
+def test_memory_of_another_driver_is_refused_by_name(tmp_path: Path) -> None:
+    fence = FencePage(16)
+    transport = transport_on("host", tmp_path, fence)
+    offer = wire.Offer(
+        engine_id="P",
+        epoch="0" * 16 + ".1",
+        spec=wire.to_wire(SMALL_SPEC),
+        driver="cuda",
+        regions=[],
+        layers=[],
+        fence_address=0,
+        fence_slots=16,
+        lease_key=b"k" * 32,
+    )
+    with pytest.raises(HandshakeError, match=r"'cuda'.*'host'") as caught:
+        transport.attach(offer, Geometry(SMALL_SPEC, (), (), ()), [], "P")
+    assert caught.value.fields["setting"] == "memory_driver"
+    transport.close()
+    fence.close()
+
+
+# ---- which way NIXL's bytes go ---------------------------------------------------------------------------------------------
+
+
+def nixl_engine(spec: KVCacheSpec = LARGE_SPEC, **settings: Any) -> KVEngine:
+    pytest.importorskip("nixl_cu13")
+    return KVEngine(ConnectorConfig(connector="nixl", engine_id="P", role="producer", **settings), spec)
+
+
+def test_nixl_says_once_at_start_up_how_fast_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torpor")
+    with nixl_engine() as engine:
+        path = engine.worker.stats().path
+        assert "2.0 MiB of this KV cache were read at" in path
+        assert [path in record.message for record in caplog.records if "GB/s" in record.message] == [True]
+        assert engine.sleep().held_bytes == 0
+        engine.wake()
+        assert sum("GB/s" in record.message for record in caplog.records) == 1
+
+
+def test_a_cache_too_small_to_measure_is_not_measured() -> None:
+    with nixl_engine(SMALL_SPEC) as engine:
+        assert "GB/s" not in engine.worker.stats().path
+
+
+def test_a_slow_way_is_a_warning_that_names_the_faster_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl, "probe", lambda *_: Probe(4 << 20, 0.4e9, 370e9))
+    with nixl_engine() as engine:
+        (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert "0.4 GB/s" in warning
+        assert "--kv-connector ipc" in warning
+        assert "0.4 GB/s" in engine.worker.stats().path
+
+
+def test_a_probe_that_fails_keeps_nobody_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: Any) -> Probe:
+        raise TransportError("it did not end", transport="nixl")
+
+    monkeypatch.setattr(nixl, "probe", fails)
+    with nixl_engine() as engine:
+        assert "it did not end" in caplog.text
+        assert engine.worker.epoch() is not None
