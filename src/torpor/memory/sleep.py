@@ -67,6 +67,8 @@ class Sleep:
 
     def run(self) -> SleepReport:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
+        for move in unmaps:
+            move.pool.require_nobody_inside()
         released, traces = self._prepare(unmaps)
         self._unmap(unmaps, released)
         self._drop_images()
@@ -81,6 +83,8 @@ class Sleep:
         with self._phases("hooks"):
             released = self._shared.hooks.release(losing)
         try:
+            for move in unmaps:
+                move.pool.shut_torch()
             self._save_images(unmaps)
             return released, [_traces(m.pool) for m in unmaps]
         except BaseException as error:
@@ -88,6 +92,8 @@ class Sleep:
             raise
 
     def _undo(self, released: list[Hook], error: BaseException) -> None:
+        for move in self._moves:
+            move.pool.settle_torch()
         failures = self._shared.hooks.undo(released)
         if isinstance(error, TorporError):
             error.fields["undo_failures"] = failures

@@ -1,0 +1,137 @@
+"""The MemPools of one pool: which threads are inside, which MemPool they are in, and the one that graphs are captured in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torpor.errors import StateError
+from torpor.memory.torch_cuda import Guests, guests
+
+
+class TorchBackend(Protocol):
+    """What is asked of torch; ``TorchCuda`` is the real one."""
+
+    def allocator(self, functions: tuple[str, str]) -> Any: ...
+    def new_mempool(self, allocator: Any) -> Any: ...
+    def drop(self, mempool: Any) -> None: ...
+    def enter(self, mempool: Any) -> Any: ...
+    def leave(self, entry: Any) -> None: ...
+    def capturing(self) -> bool: ...
+    def is_out_of_memory(self, error: BaseException | None) -> bool: ...
+
+
+@dataclass
+class _Guest:
+    """A thread that went into the pool, and then as often again as ``depth`` says without another pool between."""
+
+    mempool: Any
+    entry: Any
+    depth: int
+    refusals: int  # how often torch had been given nothing when it came in
+
+
+class MemPools:
+    """Thread-safe. A MemPool that nobody is in is used again by the next who enters, so that segments are."""
+
+    def __init__(self, tag: str, torch: TorchBackend, functions: tuple[str, str], everybody: Guests = guests) -> None:
+        self._tag = tag
+        self._torch = torch
+        self._allocator = torch.allocator(functions)
+        self._everybody = everybody
+        self._lock = threading.Lock()
+        self._inside: dict[int, list[_Guest]] = {}  # by thread, the innermost last
+        self._idle: list[Any] = []
+        self._graphs: Any = None
+        self._capturing = 0
+        self._closed = False
+
+    @property
+    def inside(self) -> int:
+        """How many threads are inside, and how many captures."""
+        return len(self._inside) + self._capturing
+
+    def enter(self, refusals: int) -> None:
+        """This thread's allocations come from the pool until it leaves as often as it has entered."""
+        mine = self._inside.get(threading.get_ident(), [])  # nobody else touches this thread's
+        if mine and self._everybody.innermost() is self:
+            mine[-1].depth += 1
+            return
+        mempool = self._take()
+        self._everybody.enter(self, mempool)
+        try:
+            entry = self._torch.enter(mempool)
+        except BaseException:
+            self._everybody.leave(self)
+            self._put_back(mempool)
+            raise
+        self._inside[threading.get_ident()] = [*mine, _Guest(mempool, entry, 1, refusals)]
+
+    def leave(self) -> int | None:
+        """What ``enter`` was told, when this thread has left a MemPool. StateError when it was not inside."""
+        me = threading.get_ident()
+        if me not in self._inside:
+            raise StateError(f"this thread is not inside pool {self._tag!r}: it leaves where it entered", state="outside")
+        guest = self._inside[me][-1]
+        guest.depth -= 1
+        if guest.depth:
+            return None
+        self._torch.leave(guest.entry)
+        self._everybody.leave(self)
+        self._inside[me].pop()
+        if not self._inside[me]:
+            del self._inside[me]
+        self._put_back(guest.mempool)
+        refusals = guest.refusals
+        del guest  # it refers to the MemPool
+        if self._closed:
+            self.trim()
+        return refusals
+
+    def _take(self) -> Any:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._torch.new_mempool(self._allocator)
+
+    def _put_back(self, mempool: Any) -> None:
+        with self._lock:
+            self._idle.append(mempool)
+
+    def begin_capture(self) -> tuple[int, int]:
+        """The id of the MemPool for graphs, one for the pool's whole life: graphs that replay one after another share memory."""
+        with self._lock:
+            if self._graphs is None:
+                self._graphs = self._torch.new_mempool(self._allocator)
+            self._capturing += 1
+        self._everybody.enter(self, self._graphs)
+        first, second = self._graphs.id
+        return int(first), int(second)
+
+    def end_capture(self) -> None:
+        self._everybody.leave(self)
+        with self._lock:
+            self._capturing -= 1
+
+    def trim(self) -> None:
+        """torch gives back segments that no tensor lies in, but those of graphs. Nothing happens while somebody is inside any
+        pool, or this thread captures a graph."""
+        if not self._everybody.nobody:
+            return
+        with self._lock:
+            dropped, self._idle = self._idle, []
+            if self._closed and self._graphs is not None:
+                dropped.append(self._graphs)
+                self._graphs = None
+        if dropped and self._torch.capturing():
+            with self._lock:
+                self._idle += dropped
+            return
+        while dropped:
+            self._torch.drop(dropped.pop())
+
+    def close(self) -> None:
+        """No more entries. Graphs that live keep their memory until they die."""
+        self._closed = True
+        self.trim()
