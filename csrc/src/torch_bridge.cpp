@@ -225,8 +225,8 @@ void TorchSlot::free(void *address) noexcept {
   if (finished != nullptr) close_if_last(finished);
 }
 
-// Kernels may still use what torch has freed: torch waits for nobody, and neither does an unmap. Where waiting is impossible, as in a
-// graph capture, the memory stays until the owner takes it.
+// Kernels may still use what torch has freed, and unmapping waits for them. Where that is impossible, as in a graph capture, the memory
+// stays until the owner takes it.
 void TorchSlot::unmap(Lock &lock, tp_region *const *regions, uint64_t count) noexcept {
   std::vector<tp_region *> batch;
   try {
@@ -236,10 +236,8 @@ void TorchSlot::unmap(Lock &lock, tp_region *const *regions, uint64_t count) noe
   }
   ++freeing_;
   lock.unlock();
-  if (tp_device_synchronize(settings_.device, nullptr) == TP_OK) {
-    uint64_t done = 0;
-    for (tp_region *region : batch) tp_regions_unmap(&region, 1, &done, nullptr);  // one that fails does not stop the others
-  }
+  uint64_t done = 0;
+  tp_regions_unmap(batch.data(), batch.size(), &done, nullptr);
   lock.lock();
   --freeing_;
   idle_.notify_all();

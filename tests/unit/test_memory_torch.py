@@ -4,6 +4,7 @@ the real ones; what calls them is a small stand-in for torch's allocator."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -307,7 +308,7 @@ def test_a_sleep_that_is_undone_leaves_the_pool_open(memory: Memory, fake: FakeT
 
 def test_m12_every_fault_leaves_a_state_that_goes_on(fake: FakeTorch) -> None:
     for fault in every_fault([Op.CREATE, Op.MAP, Op.SET_ACCESS, Op.UNMAP, Op.RELEASE, Op.COPY, Op.HASH]):
-        with Memory(CONFIG, device=fault.device) as memory:
+        with Memory(dataclasses.replace(CONFIG, chunk_bytes=MIB), device=fault.device) as memory:
             pool = torch_pool(memory, fake, "weights")
             with pool:
                 tensors = [filled(fake, MIB, i) for i in range(3)]

@@ -86,6 +86,7 @@ class TpImage(ctypes.Structure):
 
 MEANWHILE = ctypes.CFUNCTYPE(c_int32, c_void_p)
 
+
 class TpTorchRefusal(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("last", TpError))
 
