@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,13 +61,12 @@ class MemPools:
             mine[-1].depth += 1
             return
         mempool = self._take()
-        self._everybody.enter(self, mempool)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._put_back, mempool)
+            self._everybody.enter(self, mempool)
+            undo.callback(self._everybody.leave, self)
             entry = self._torch.enter(mempool)
-        except BaseException:
-            self._everybody.leave(self)
-            self._put_back(mempool)
-            raise
+            undo.pop_all()
         self._inside[threading.get_ident()] = [*mine, _Guest(mempool, entry, 1, refusals)]
 
     def leave(self) -> int | None:
@@ -104,8 +105,9 @@ class MemPools:
         with self._lock:
             if self._graphs is None:
                 self._graphs = self._torch.new_mempool(self._allocator)
-            self._capturing += 1
         self._everybody.enter(self, self._graphs)
+        with self._lock:
+            self._capturing += 1
         first, second = self._graphs.id
         return int(first), int(second)
 
@@ -117,19 +119,21 @@ class MemPools:
     def trim(self) -> None:
         """torch gives back segments that no tensor lies in, but those of graphs. Nothing happens while somebody is inside any
         pool, or this thread captures a graph."""
-        if not self._everybody.nobody:
-            return
+        with self._everybody.kept_out() as alone:
+            if alone and not self._torch.capturing():
+                for mempool in self._unused():
+                    self._torch.drop(mempool)
+                    del mempool  # it dies here, while nobody can come in
+
+    def _unused(self) -> Iterator[Any]:
+        """One by one, each referred to by nobody else."""
         with self._lock:
-            dropped, self._idle = self._idle, []
+            unused, self._idle = self._idle, []
             if self._closed and self._graphs is not None:
-                dropped.append(self._graphs)
+                unused.append(self._graphs)
                 self._graphs = None
-        if dropped and self._torch.capturing():
-            with self._lock:
-                self._idle += dropped
-            return
-        while dropped:
-            self._torch.drop(dropped.pop())
+        while unused:
+            yield unused.pop()
 
     def close(self) -> None:
         """No more entries. Graphs that live keep their memory until they die."""

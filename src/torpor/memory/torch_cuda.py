@@ -13,8 +13,10 @@ Facts, read in the source of torch 2.11 to 2.13 and tested in ``tests/gpu``:
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +113,12 @@ class Guests:
     def _entered(self) -> list[object]:
         entered: list[object] = self._of_thread.__dict__.setdefault("entered", [])
         return entered
+
+    @contextlib.contextmanager
+    def kept_out(self) -> Iterator[bool]:
+        """Whether nobody is inside; if so, nobody comes in before the block ends."""
+        with self._lock:
+            yield self._count == 0
 
     def enter(self, what: object, mempool: torch.cuda.MemPool) -> None:
         with self._lock:
