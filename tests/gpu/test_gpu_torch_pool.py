@@ -376,6 +376,52 @@ def test_graphs_replay_after_a_sleep_without_recapture(memory: Memory, policy: s
         one.reset()
 
 
+def test_what_a_replay_reads_and_does_not_write_needs_an_image(memory: Memory) -> None:
+    """Some kernels keep counters or tables in graph memory that were filled once, at the capture: "discard" would lose them."""
+    pool = memory.pool("cuda_graph")
+    graph = torch.cuda.CUDAGraph()
+    x = torch.ones(1000, device=GPU)
+    with pool.graph_memory() as pool_id, torch.cuda.graph(graph, pool=pool_id):
+        table = torch.empty(1000, device=GPU)
+        y = x * table
+    table.copy_(torch.arange(1000.0))
+    sleep(memory, "cuda_graph")
+    memory.wake()
+    graph.replay()
+    assert torch.equal(y.cpu(), torch.arange(1000.0))
+    graph.reset()
+
+
+def test_pools_are_entered_and_freed_in_while_another_thread_captures(memory: Memory) -> None:
+    graphs, weights = memory.pool("cuda_graph"), memory.pool("weights")
+    with weights:
+        old = noise(30 * MIB)
+    weights.trim()
+    x = torch.ones(1000, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    made: list[torch.Tensor] = []
+
+    def elsewhere(_: int) -> None:
+        with weights:
+            made.append(torch.empty(30 * MIB, dtype=torch.uint8, device=GPU))
+
+    mode = "thread_local"  # with "global" torch allows no allocation of another thread, pool or not
+    with graphs.graph_memory() as pool_id, torch.cuda.graph(graph, pool=pool_id, capture_error_mode=mode):
+        y = x + 1
+        in_threads(1, elsewhere)
+        weights.trim()  # somebody is inside: nothing happens
+        y = y * 2
+    assert [memory.tag_of(t) for t in (y, made[0], old)] == ["cuda_graph", "weights", "weights"]
+    graph.replay()
+    assert float(y.sum()) == 4000
+    sleep(memory, "cuda_graph", "weights")
+    memory.wake()
+    graph.replay()
+    assert float(y.sum()) == 4000
+    graph.reset()
+    made.clear()
+
+
 def test_graph_memory_lives_with_its_graphs_and_goes_at_close(memory: Memory) -> None:
     before = free_bytes()
     other = Memory(MemoryConfig(driver="cuda"))

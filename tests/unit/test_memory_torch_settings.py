@@ -33,30 +33,29 @@ class FakeSettings:
         self.max_split_mb = int(split.group(1)) if split else None
 
     def snapshot(self, asked: Any) -> dict[str, Any]:
-        if asked not in ((0, 7, False) if self.flagged else (0, 7), None):
+        if asked != ((0, 7, False) if self.flagged else (0, 7)):
             raise RuntimeError("bad cast")
         return {
             "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.text, "expandable_segments": self.expandable},
         }
 
 
-def install(monkeypatch: pytest.MonkeyPatch, settings: FakeSettings, getter: bool) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, settings: FakeSettings, setter: bool = True) -> None:
     monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", settings.snapshot, raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.set)
-    if getter:
-        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings.text)
+    if setter:
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.set)
     else:
-        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
-        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: settings.snapshot(None))
+        monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.set)
 
 
 @pytest.mark.parametrize("flagged", [True, False])
-@pytest.mark.parametrize("getter", [True, False])
+@pytest.mark.parametrize("setter", [True, False])
 def test_expandable_segments_are_off_while_anybody_is_inside(
-    monkeypatch: pytest.MonkeyPatch, flagged: bool, getter: bool
+    monkeypatch: pytest.MonkeyPatch, flagged: bool, setter: bool
 ) -> None:
     settings = FakeSettings("max_split_size_mb:512,expandable_segments:True", flagged)
-    install(monkeypatch, settings, getter)
+    install(monkeypatch, settings, setter)
     guests = Guests()
     guests.enter("a", FakeMemPool())  # type: ignore[arg-type]
     guests.enter("b", FakeMemPool())  # type: ignore[arg-type]
@@ -72,7 +71,7 @@ def test_expandable_segments_are_off_while_anybody_is_inside(
 def test_a_setting_that_the_text_no_longer_names_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = FakeSettings("expandable_segments:True", True)
     settings.set("max_split_size_mb:64")  # expandable segments are still on
-    install(monkeypatch, settings, True)
+    install(monkeypatch, settings)
     guests = Guests()
     guests.enter("a", FakeMemPool())  # type: ignore[arg-type]
     assert (settings.expandable, settings.max_split_mb) == (False, 64)
@@ -82,7 +81,7 @@ def test_a_setting_that_the_text_no_longer_names_comes_back(monkeypatch: pytest.
 
 def test_what_somebody_sets_meanwhile_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = FakeSettings("expandable_segments:True", True)
-    install(monkeypatch, settings, True)
+    install(monkeypatch, settings)
     guests = Guests()
     guests.enter("a", FakeMemPool())  # type: ignore[arg-type]
     settings.set("max_split_size_mb:64")
@@ -92,7 +91,7 @@ def test_what_somebody_sets_meanwhile_stands(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_set_where_it_was_off(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = FakeSettings("max_split_size_mb:64", True)
-    install(monkeypatch, settings, True)
+    install(monkeypatch, settings)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
     guests = Guests()
     guests.enter("a", FakeMemPool())  # type: ignore[arg-type]
@@ -100,7 +99,7 @@ def test_nothing_is_set_where_it_was_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_innermost_is_told_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeSettings("", True), True)
+    install(monkeypatch, FakeSettings("", True))
     guests = Guests()
     seen: list[object] = []
     for what in ("a", "b"):

@@ -18,6 +18,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torpor._native import find_library, keep_forever, let_go
@@ -92,13 +93,22 @@ class TorchCuda:
         return isinstance(error, torch.OutOfMemoryError)
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """torch's settings as they were, and as we left them; any MemPool that can be asked."""
+
+    mempool: torch.cuda.MemPool
+    before: str
+    ours: str
+
+
 class Guests:
     """Who is inside a pool, in the whole process: torch's settings and MemPools know no smaller unit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._off: tuple[str, str] | None = None  # settings as they were, and as we left them
+        self._off: _Settings | None = None
         self._of_thread = threading.local()
 
     @property
@@ -133,54 +143,49 @@ class Guests:
         with self._lock:
             self._count -= 1
             if self._count == 0 and self._off is not None:
-                before, ours = self._off
-                self._off = None
-                if _settings() == ours:  # else somebody has set something since: theirs stands
-                    _set(before)
+                off, self._off = self._off, None
+                if _settings(off.mempool)[0] == off.ours:  # else somebody has set something since: theirs stands
+                    _set(off.before)
 
-    def _switch_off(self, mempool: torch.cuda.MemPool) -> tuple[str, str] | None:
+    def _switch_off(self, mempool: torch.cuda.MemPool) -> _Settings | None:
         return _turn_expandable_off(mempool)
 
 
 guests = Guests()
 
 
-def _turn_expandable_off(mempool: torch.cuda.MemPool) -> tuple[str, str] | None:
+def _turn_expandable_off(mempool: torch.cuda.MemPool) -> _Settings | None:
     """torch resets other options that a new setting does not name, so all of them are said again. None: it was off."""
-    if not _expandable(mempool):
+    text, on = _settings(mempool)
+    if not on:
         return None
-    text = _settings()
     others = EXPANDABLE.sub("", text).strip(" ,")
     before = text if EXPANDABLE.search(text) else _joined(others, "expandable_segments:True")
     ours = _joined(others, "expandable_segments:False")
     _set(ours)
-    return before, ours
+    return _Settings(mempool, before, ours)
 
 
 def _joined(*options: str) -> str:
     return ",".join(option for option in options if option)
 
 
-def _expandable(mempool: torch.cuda.MemPool) -> bool:
-    """The present value, which the settings' text need not name. Asked for one MemPool: the answer lists all its tensors."""
+def _settings(mempool: torch.cuda.MemPool) -> tuple[str, bool]:
+    """The text that was set last, and whether expandable segments are on, which the text need not name."""
+    found = _snapshot(mempool)["allocator_settings"]
+    text = found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or ""
+    return str(text), bool(found["expandable_segments"])
+
+
+def _snapshot(mempool: torch.cuda.MemPool) -> Any:
+    """Of one MemPool: a snapshot lists every tensor, and all of them take a millisecond."""
     import torch
 
     snapshot: Any = torch._C._cuda_memorySnapshot
     try:
-        found = snapshot((*mempool.id, False))
-    except Exception:  # until 2.12 without the flag that leaves traces out
-        found = snapshot(mempool.id)
-    return bool(found["allocator_settings"]["expandable_segments"])
-
-
-def _settings() -> str:
-    import torch
-
-    get: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if get is not None:
-        return str(get())
-    found: Any = torch.cuda.memory._snapshot()["allocator_settings"]
-    return str(found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or "")
+        return snapshot((*mempool.id, False))
+    except Exception:  # a torch without the flag that leaves traces out
+        return snapshot(mempool.id)
 
 
 def _set(text: str) -> None:
