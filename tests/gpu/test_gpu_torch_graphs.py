@@ -101,7 +101,7 @@ def test_pools_are_entered_and_freed_in_while_another_thread_captures(memory: Me
     with graphs.graph_memory() as pool_id, torch.cuda.graph(graph, pool=pool_id, capture_error_mode=mode):
         y = x + 1
         in_threads(1, elsewhere)
-        weights.trim()  # somebody is inside: nothing happens
+        weights.trim()  # this thread captures: nothing happens
         y = y * 2
     assert [memory.tag_of(t) for t in (y, made[0], old)] == ["cuda_graph", "weights", "weights"]
     graph.replay()

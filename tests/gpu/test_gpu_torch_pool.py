@@ -149,6 +149,40 @@ def test_empty_cache_gives_back_what_outlived_its_mempool(memory: Memory) -> Non
     assert (pool.stats().reserved_bytes, memory.stats().host_committed_bytes) == (0, 0)
 
 
+def test_trim_and_sleep_do_no_harm_while_somebody_else_is_inside_a_mempool(memory: Memory) -> None:
+    """torch ends the process when a MemPool dies then."""
+    weights, runtime = memory.pool("weights"), memory.pool("runtime")
+    with weights:
+        kept, gone = noise(40 * MIB), noise(64 * MIB)
+    foreign = torch.cuda.MemPool()
+    outside = noise(30 * MIB)
+    del gone, outside
+    reserved = torch.cuda.memory_reserved()
+    with runtime, torch.cuda.use_mem_pool(foreign):
+        weights.trim()
+        assert weights.stats().resident_bytes == 40 * MIB
+        assert reserved - torch.cuda.memory_reserved() == 64 * MIB  # torch's own cache is left alone
+        with weights:
+            noise(64 * MIB)
+        sleep(memory, "weights")
+        assert weights.stats().reserved_bytes == 40 * MIB
+        memory.wake(["weights"])
+    assert torch.equal(kept, noise(40 * MIB))
+    del foreign
+
+
+def test_what_dies_after_a_sleep_goes_with_the_next(memory: Memory) -> None:
+    pool = memory.pool("weights")
+    with pool:
+        kept, late = noise(40 * MIB), noise(64 * MIB)
+    sleep(memory, "weights")
+    memory.wake()
+    del late
+    pool.trim()
+    assert pool.stats().resident_bytes == 40 * MIB
+    assert memory.tag_of(kept) == "weights"
+
+
 def test_close_gives_everything_back_at_once_or_with_the_last_tensor(memory: Memory) -> None:
     before = free_bytes()
     other = Memory(MemoryConfig(driver="cuda"))

@@ -97,7 +97,7 @@ def test_m10_torch_gets_nothing_while_the_pool_sleeps(memory: Memory, fake: Fake
         fake.empty(MIB)  # awake
     memory.wake()
     assert tag_of(memory, fake.empty(MIB, mempool)) == "weights"
-    fake.drop(mempool)
+    fake.drop([mempool])
     memory.check_integrity()
 
 
@@ -181,7 +181,7 @@ def test_what_torch_caches_is_given_back_by_trim_and_by_a_sleep(memory: Memory, 
     with pool:
         kept = filled(fake, MIB, 1)
         filled(fake, 2 * MIB, 2).free()
-        pool.trim()  # somebody is inside
+        pool.trim()  # a MemPool that somebody is in stays
     assert pool.stats().resident_bytes == 3 * MIB
     fake.capture = True
     pool.trim()

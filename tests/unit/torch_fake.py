@@ -87,11 +87,13 @@ class FakeTorch:
     def new_mempool(self, allocator: tuple[Any, Any]) -> FakeMemPool:
         return FakeMemPool(allocator, (0, next(self._ids)))
 
-    def drop(self, mempool: FakeMemPool) -> None:
-        assert not self.entered, "torch ends the process here"
-        mempool.dropped = True
-        for address, nbytes in mempool.cached:
-            mempool.functions[1](address, nbytes, 0, STREAM)
+    def drop(self, mempools: list[FakeMemPool]) -> None:
+        for mempool in mempools:
+            assert mempool not in self.entered
+            mempool.dropped = True
+            while mempool.cached:
+                mempool.functions[1](*mempool.cached.pop(), 0, STREAM)
+        mempools.clear()
 
     def enter(self, mempool: FakeMemPool) -> FakeMemPool:
         assert mempool not in self.entered, "torch refuses a second entry"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ class TorchBackend(Protocol):
 
     def allocator(self, functions: tuple[str, str]) -> Any: ...
     def new_mempool(self, allocator: Any) -> Any: ...
-    def drop(self, mempool: Any) -> None: ...
+    def drop(self, mempools: list[Any]) -> None: ...
     def enter(self, mempool: Any) -> Any: ...
     def leave(self, entry: Any) -> None: ...
     def capturing(self) -> bool: ...
@@ -117,23 +116,16 @@ class MemPools:
             self._capturing -= 1
 
     def trim(self) -> None:
-        """torch gives back segments that no tensor lies in, but those of graphs. Nothing happens while somebody is inside any
-        pool, or this thread captures a graph."""
-        with self._everybody.kept_out() as alone:
-            if alone and not self._torch.capturing():
-                for mempool in self._unused():
-                    self._torch.drop(mempool)
-                    del mempool  # it dies here, while nobody can come in
-
-    def _unused(self) -> Iterator[Any]:
-        """One by one, each referred to by nobody else."""
+        """torch gives back segments that no tensor lies in, but those of graphs and of MemPools that somebody is in. Nothing
+        happens while this thread captures a graph."""
+        if self._torch.capturing():
+            return
         with self._lock:
             unused, self._idle = self._idle, []
             if self._closed and self._graphs is not None:
                 unused.append(self._graphs)
                 self._graphs = None
-        while unused:
-            yield unused.pop()
+        self._torch.drop(unused)
 
     def close(self) -> None:
         """No more entries. Graphs that live keep their memory until they die."""

@@ -113,8 +113,9 @@ class Pool:
         """For a capture: ``with pool.graph_memory() as id, torch.cuda.graph(graph, pool=id): ...``.
 
         What the graph allocates belongs to this pool and keeps its addresses, so the graph replays after a sleep and a wake. All
-        graphs of a pool share memory: their replays must come one after another. The policy can be "discard" when no replay
-        expects what something else than that replay has written there. Errors are those of entering.
+        graphs of a pool share memory: their replays must come one after another. Some kernels keep counters or tables there that
+        were filled once, at the capture: such a pool needs the policy "host". "discard" is for graphs that write all they read.
+        Errors are those of entering.
         """
         with self._shared.structure():
             self._require_growable()
@@ -126,8 +127,8 @@ class Pool:
             torch.mempools.end_capture()
 
     def trim(self) -> None:
-        """torch gives back segments of this pool that no tensor lies in, but those of graphs. It does nothing while a thread is
-        inside any pool. No thread may capture a graph meanwhile."""
+        """torch gives back segments of this pool that no tensor lies in, but those of graphs and those that a thread inside may
+        use. It does nothing while this thread captures a graph."""
         with self._shared.structure():
             if self._torch is not None:
                 self._torch.mempools.trim()

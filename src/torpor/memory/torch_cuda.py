@@ -8,15 +8,14 @@ Facts, read in the source of torch 2.11 to 2.13 and tested in ``tests/gpu``:
   segments go at once, the others at the first ``empty_cache`` after their last tensor.
 - A MemPool can be entered once at a time in the whole process. Of those a thread has entered, the last gets its allocations.
 - With ``expandable_segments`` torch takes memory for a MemPool from its own expandable segments, and never calls our functions.
-- A MemPool's destructor ends the process when it runs while a graph is captured or a MemPool is entered, on any thread.
+- A MemPool's destructor ends the process when it runs while a graph is captured or a MemPool is entered, on any thread, unless
+  somebody else uses the MemPool's memory too. ``empty_cache`` inside a MemPool touches no cache but that of MemPools nobody uses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,9 @@ from torpor.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
+
+_sweeping = threading.Lock()
+_shelters: dict[int, Any] = {}
 
 EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*\w+\s*,?")
 
@@ -64,9 +66,27 @@ class TorchCuda:
         keep_forever(mempool)
         return mempool
 
-    def drop(self, mempool: torch.cuda.MemPool) -> None:
-        """The caller's own reference must be the last. Only while ``quiet``."""
-        let_go(mempool)
+    def drop(self, mempools: list[torch.cuda.MemPool]) -> None:
+        """The references in the list, which is emptied, must be the last. Their segments without tensors are freed at once, and so
+        are those that have lost their last tensor since their MemPool was dropped."""
+        import torch
+
+        dropped = [mempool.id for mempool in mempools]
+        for mempool_id in dropped:  # used once more, so that the destructor has nothing to do
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self.ordinal, mempool_id)
+            torch._C._cuda_endAllocateToPool(self.ordinal, mempool_id)
+        while mempools:
+            let_go(mempools.pop())
+        for mempool_id in dropped:
+            torch._C._cuda_releasePool(self.ordinal, mempool_id)
+        with _sweeping, torch.cuda.use_mem_pool(self._shelter(), self.ordinal):
+            torch.cuda.empty_cache()
+
+    def _shelter(self) -> torch.cuda.MemPool:
+        """A MemPool in which nothing is ever allocated."""
+        if self.ordinal not in _shelters:
+            _shelters[self.ordinal] = self.new_mempool(None)
+        return _shelters[self.ordinal]
 
     def enter(self, mempool: torch.cuda.MemPool) -> AbstractContextManager[None]:
         """From here on this thread's allocations come from ``mempool``. An entry that is never left is not left by the exit of
@@ -123,12 +143,6 @@ class Guests:
     def _entered(self) -> list[object]:
         entered: list[object] = self._of_thread.__dict__.setdefault("entered", [])
         return entered
-
-    @contextlib.contextmanager
-    def kept_out(self) -> Iterator[bool]:
-        """Whether nobody is inside; if so, nobody comes in before the block ends."""
-        with self._lock:
-            yield self._count == 0
 
     def enter(self, what: object, mempool: torch.cuda.MemPool) -> None:
         with self._lock:
