@@ -67,8 +67,8 @@ class TorchCuda:
         return mempool
 
     def drop(self, mempools: list[torch.cuda.MemPool]) -> None:
-        """The references in the list, which is emptied, must be the last. Their segments without tensors are freed at once, and so
-        are those that have lost their last tensor since their MemPool was dropped."""
+        """The references in the list, which is emptied, must be the last. Segments without tensors are freed at once, and so are
+        those that have lost their last tensor since their MemPool was dropped."""
         import torch
 
         dropped = [mempool.id for mempool in mempools]
