@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 _sweeping = threading.Lock()
-_shelters: dict[int, Any] = {}
+_shelters: dict[int, torch.cuda.MemPool] = {}
 
 EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*\w+\s*,?")
 
