@@ -95,6 +95,21 @@ def test_m11_the_report_counts_torchs_segments(memory: Memory) -> None:
     assert kept.numel() == 32 * MIB
 
 
+def test_m7_what_torch_made_is_loaded_through_the_images_and_not_copied_at_the_first_sleep(memory: Memory) -> None:
+    with memory.pool("weights"):
+        module = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16, device=GPU)
+    memory.pool("weights").trim()
+    parameters = [p.data for p in module.parameters()]
+    source = [torch.randn(p.shape).to(p.dtype) for p in parameters]
+    with memory.load_through_images(parameters) as staging:
+        for target, values in zip(staging, source, strict=True):
+            target.copy_(values)
+    report = memory.sleep({"weights": "host"})
+    assert report.tags[0].copied_bytes < 4 * MIB  # what of the segments no tensor was loaded into
+    memory.wake()
+    assert all(torch.equal(p.cpu(), values) for p, values in zip(parameters, source, strict=True))
+
+
 # ---- what torch gives back -----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,27 @@ def test_m10_torch_gets_nothing_while_the_pool_sleeps(memory: Memory, fake: Fake
     assert tag_of(memory, fake.empty(MIB, mempool)) == "weights"
     fake.drop([mempool])
     memory.check_integrity()
+
+
+def test_torch_gets_nothing_between_the_image_and_the_unmap(memory: Memory, fake: FakeTorch) -> None:
+    pool = torch_pool(memory, fake, "weights")
+    mempool = fake.new_mempool(fake.allocator(pool._torch.functions))  # type: ignore[union-attr]
+    with pool:
+        kept = filled(fake, MIB, 1)
+    save, refused = memory.device.save_chunks, []
+
+    def save_while_torch_asks(*arguments: Any, **named: Any) -> Any:
+        with pytest.raises(OutOfMemory):
+            fake.empty(MIB, mempool)
+        refused.append(True)
+        return save(*arguments, **named)
+
+    memory.device.save_chunks = save_while_torch_asks  # type: ignore[method-assign]
+    memory.sleep()
+    assert refused
+    memory.wake()
+    assert kept.read() == b"\1" * MIB
+    fake.drop([mempool])
 
 
 def test_m10_the_reason_of_torchs_error_is_raised_where_the_pool_is_left(memory: Memory, fake: FakeTorch) -> None:
@@ -226,11 +248,13 @@ def test_m10_frees_never_wait_for_the_transaction_they_happen_in(memory: Memory,
     other.trim()
 
     def free_elsewhere() -> None:
+        mapped = memory.device.stats().mapped_bytes
         thread = threading.Thread(target=lambda: (doomed.pop().free(), neighbours.pop().free()), daemon=True)
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
         doomed.pop().free()
+        assert memory.device.stats().mapped_bytes == mapped  # the transaction may be using it
 
     unregister = memory.register_tag_hooks("weights", free_elsewhere, free_elsewhere)
     memory.sleep({"weights": "host"})
