@@ -237,6 +237,27 @@ def test_graph_memory_is_kept_until_the_end(memory: Memory, fake: FakeTorch) -> 
     assert tag_of(memory, output) == "cuda_graph"
 
 
+def test_nobody_waits_for_the_device_while_a_graph_is_captured(memory: Memory, fake: FakeTorch) -> None:
+    """Waiting breaks the capture."""
+    pool, other = torch_pool(memory, fake, "cuda_graph"), torch_pool(memory, fake, "weights")
+    with other:
+        first, second = fake.empty(MIB), fake.empty(MIB)
+    other.trim()
+    memory.device.synchronize = lambda: pytest.fail("waited")  # type: ignore[method-assign]
+    with pool.graph_memory():
+        first.free()
+        assert memory.device.stats().mapped_bytes == 2 * MIB
+        other.empty(10)
+        second.free()
+        with pytest.raises(StateError, match="being captured"):
+            memory.sleep({"weights": "host"})
+        assert other.residency is Residency.RESIDENT
+    del memory.device.synchronize
+    assert other.stats().allocated_bytes == 0
+    memory.check_integrity()
+    assert other.stats().resident_bytes == MIB  # the spare for small tensors
+
+
 def test_m10_frees_never_wait_for_the_transaction_they_happen_in(memory: Memory, fake: FakeTorch) -> None:
     pool, other = torch_pool(memory, fake, "weights"), torch_pool(memory, fake, "runtime")
     with pool:

@@ -121,10 +121,13 @@ class Pool:
             self._require_growable()
             torch = self._torch_memory()
             pool_id = torch.mempools.begin_capture()
+            self._shared.captures += 1
         try:
             yield pool_id
         finally:
             torch.mempools.end_capture()
+            with self._shared.lock, self._shared.torch_held():
+                self._shared.captures -= 1
 
     def trim(self) -> None:
         """torch gives back segments of this pool that no tensor lies in, but those of graphs and those that a thread inside may
@@ -187,7 +190,7 @@ class Pool:
         state, until a later call."""
         with self._shared.view:
             self._look()
-        for segment in [s for s in self.segments if s.dying]:
+        for segment in [s for s in self.segments if s.dying and not (s.by_torch and self._shared.captures)]:
             with contextlib.suppress(DeviceError):
                 self.destroy(segment)
 

@@ -42,6 +42,7 @@ class Shared:
         self.view = threading.Lock()
         self.closed = False
         self.torch: tuple[TorchMemory, ...] = ()  # of pools that torch allocates in; replaced, never changed
+        self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
         self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
 
@@ -78,7 +79,7 @@ class Shared:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0:
+            if self._depth == 0 and not self.captures:
                 for torch in self.torch:
                     torch.release()
 

@@ -69,6 +69,11 @@ class Sleep:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
         for move in unmaps:
             move.pool.require_nobody_inside()
+        if unmaps and self._shared.captures:
+            message = (
+                "a CUDA graph is being captured, which a sleep would break: it waits for the device; sleep after the capture"
+            )
+            raise StateError(message, state="capturing")
         released, traces = self._prepare(unmaps)
         self._unmap(unmaps, released)
         self._drop_images()
