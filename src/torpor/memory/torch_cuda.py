@@ -1,7 +1,7 @@
 """torch's allocator, as far as pools need it: MemPools over our functions, what routes a thread's allocations to one, and the
 setting that would go round it. Everything torch keeps private is named here and nowhere else.
 
-Facts, read in the source of torch 2.11 to 2.13 and tested in ``tests/gpu``:
+Facts, read in torch's source and run on 2.11, where ``tests/gpu`` checks them:
 
 - A MemPool's memory comes in segments of 2 MiB, 20 MiB, or what a larger tensor needs, from our functions. torch keeps a segment
   with nothing in it for as long as the MemPool object lives; ``empty_cache`` does not touch it. Once the object is gone, empty

@@ -36,7 +36,11 @@ class TorchMemory:
         self._mode = TorchMode.HELD
         self._segments: dict[int, Segment] = {}
         self._backend = backend
-        self.mempools = MemPools(pool.tag, backend, self._slot.functions)
+        try:
+            self.mempools = MemPools(pool.tag, backend, self._slot.functions)
+        except BaseException:
+            self._slot.disown()
+            raise
 
     @property
     def functions(self) -> tuple[str, str]:
