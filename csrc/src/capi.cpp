@@ -6,6 +6,7 @@
 #include "arena.h"
 #include "device.h"
 #include "region.h"
+#include "torch_bridge.h"
 #include "torpor/torpor.h"
 
 #define TORPOR_API __attribute__((visibility("default")))
@@ -114,8 +115,16 @@ TORPOR_API tp_status tp_device_open(const char *driver, int32_t ordinal, uint32_
 TORPOR_API tp_status tp_device_close(tp_device *device, tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
+    if (torpor::torch_closes(device)) return;
     device->device->close();
     delete device;
+  });
+}
+
+TORPOR_API tp_status tp_device_synchronize(tp_device *device, tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    device->device->driver().quiesce();
   });
 }
 
@@ -349,6 +358,37 @@ TORPOR_API tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_
     require("arena", arena);
     arena->arena->decommit(offset, bytes);
   });
+}
+
+TORPOR_API tp_status tp_torch_open(tp_device *device, int32_t ordinal, uint64_t extent_bytes, uint32_t flags, const char *name,
+                                   uint32_t *slot, tp_error *err) {
+  return guarded(err, [&] {
+    require("device, name, slot", device, name, slot);
+    *slot = torpor::bind_torch_slot({device, ordinal, extent_bytes, flags, name});
+  });
+}
+
+TORPOR_API tp_status tp_torch_set_mode(uint32_t slot, tp_torch_mode mode, tp_error *err) {
+  return guarded(err, [&] { torpor::torch_slot(slot).set_mode(mode); });
+}
+
+TORPOR_API tp_status tp_torch_take(uint32_t slot, tp_region **born, uint64_t born_cap, uint64_t *born_count, uint64_t *dead,
+                                   uint64_t dead_cap, uint64_t *dead_count, tp_error *err) {
+  return guarded(err, [&] {
+    require("born, born_count, dead, dead_count", born, born_count, dead, dead_count);
+    torpor::torch_slot(slot).take(born, born_cap, born_count, dead, dead_cap, dead_count);
+  });
+}
+
+TORPOR_API tp_status tp_torch_get_refusal(uint32_t slot, tp_torch_refusal *out, tp_error *err) {
+  return guarded(err, [&] {
+    require("out", out);
+    *out = torpor::torch_slot(slot).refusal();
+  });
+}
+
+TORPOR_API tp_status tp_torch_disown(uint32_t slot, tp_error *err) {
+  return guarded(err, [&] { torpor::torch_slot(slot).disown(); });
 }
 
 }  // extern "C"

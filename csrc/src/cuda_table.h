@@ -75,6 +75,7 @@ static_assert(sizeof(CUmemAccessDesc) == 12);
   F(cuDevicePrimaryCtxRelease_v2, (CUdevice device))                                                              \
   F(cuCtxPushCurrent_v2, (CUcontext context))                                                                     \
   F(cuCtxPopCurrent_v2, (CUcontext * context))                                                                    \
+  F(cuCtxSynchronize, (void))                                                                                     \
   F(cuMemGetInfo_v2, (size_t * free, size_t *total))                                                              \
   F(cuMemGetAllocationGranularity, (size_t * granularity, const CUmemAllocationProp *prop, int option))           \
   F(cuMemAddressReserve, (CUdeviceptr * at, size_t bytes, size_t align, CUdeviceptr hint, unsigned long long flags)) \
@@ -98,7 +99,6 @@ static_assert(sizeof(CUmemAccessDesc) == 12);
   F(cuStreamDestroy_v2, (CUstream stream))                                                                        \
   F(cuStreamSynchronize, (CUstream stream))                                                                       \
   F(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                                          \
-  F(cuCtxSynchronize, (void))                                                                                     \
   F(cuEventCreate, (CUevent * event, unsigned flags))                                                             \
   F(cuEventDestroy_v2, (CUevent event))                                                                           \
   F(cuEventRecord, (CUevent event, CUstream stream))                                                              \

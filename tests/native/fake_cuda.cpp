@@ -144,6 +144,7 @@ FAKE CUresult cuCtxPopCurrent_v2(CUcontext *context) {
   *context = reinterpret_cast<CUcontext>(0x1234);
   return --pushed < 0 ? bad(kInvalidContext) : kSuccess;
 }
+FAKE CUresult cuCtxSynchronize() { return check_context(); }
 FAKE CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
   Lock lock(mutex);
   *free = kTotal - used();
@@ -327,7 +328,6 @@ FAKE CUresult cuStreamSynchronize(CUstream stream) {
   Lock lock(mutex);
   return streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
-FAKE CUresult cuCtxSynchronize() { return check_context(); }
 FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   Lock lock(mutex);
   return streams.count(stream) && events.count(event) ? check_context() : bad(kInvalidHandle);

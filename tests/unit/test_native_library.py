@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torpor._native as native
-from torpor._native import Op, library, types
+from torpor._native import Op, TorchMode, library, types
 from torpor.errors import (
     BugError,
     ConfigurationError,
@@ -91,9 +91,10 @@ def test_binding_has_the_headers_numbers_and_functions() -> None:
     assert ops == {op.name: op.value for op in Op}
     kinds = {name.lower(): int(number) for name, number in re.findall(r"TP_COPY_(\w+) = (\d+)", text)}
     assert kinds == types.COPY_KINDS
-    statuses = {
-        name: int(number) for name, number in re.findall(r"(TP_\w+) = (\d+),? +/\*", text) if not name.startswith("TP_OP")
-    }
+    modes = {name: int(number) for name, number in re.findall(r"TP_TORCH_(\w+) = (\d+)", text)}
+    assert modes == {mode.name: mode.value for mode in TorchMode}
+    numbers = re.findall(r"(TP_\w+) = (\d+),? +/\*", text)
+    statuses = {name: int(number) for name, number in numbers if not name.startswith(("TP_OP", "TP_TORCH"))}
     assert statuses["TP_INTERNAL"] == library.TP_INTERNAL
     assert all(getattr(library, name) == number for name, number in statuses.items())
     functions = set(re.findall(r"^(?:tp_status|int32_t) (tp_\w+)\(", text, re.MULTILINE))

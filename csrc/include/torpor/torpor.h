@@ -65,8 +65,11 @@ int32_t tp_abi_version(void);
 
 /* driver: "host" or "cuda". TP_UNSUPPORTED (with the reason) where the driver cannot be loaded. */
 tp_status tp_device_open(const char *driver, int32_t ordinal, uint32_t flags, tp_device **out, tp_error *err);
-/* Fails with TP_STATE while regions, imports or arenas of it live. */
+/* Fails with TP_STATE while regions, imports or arenas of it live. Where those are only memory of torch that was given over by
+ * tp_torch_disown, it succeeds, and the device goes with the last of it. */
 tp_status tp_device_close(tp_device *device, tp_error *err);
+/* Blocks until everything that this process has asked of the device is done (`host`: nothing to wait for). */
+tp_status tp_device_synchronize(tp_device *device, tp_error *err);
 
 typedef struct tp_device_stats {
   uint64_t granularity;   /* smallest extent */
@@ -185,6 +188,38 @@ tp_status tp_arena_destroy(tp_arena *arena, tp_error *err);
 tp_status tp_arena_commit(tp_arena *arena, uint64_t offset, uint64_t bytes, uint32_t threads, tp_error *err);
 /* Gives the memory of the whole pages inside the range back; they read as zeros if they are committed again. */
 tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_t bytes, tp_error *err);
+
+/* ---- memory for torch ----------------------------------------------------------------------------------------------------- */
+/* torch's CUDAPluggableAllocator calls a pair of plain functions. Slot i has the pair tp_torch_alloc_i and tp_torch_free_i (declared
+ * in src/torch_bridge.cpp alone: torch finds them by name) and stands for one pool; their memory is regions of its device. They may be
+ * called from any thread at any time, never throw, take no lock but the core's own, and never wait for their owner.
+ * alloc gives NULL when the mode does not allow it, for a device that is not the slot's, and when there is no memory. */
+#define TP_TORCH_SLOTS 32
+
+typedef enum tp_torch_mode {
+  TP_TORCH_HELD = 1, /* the owner is at work: alloc works, what is freed keeps its memory */
+  TP_TORCH_OPEN = 2, /* alloc works; free waits for the device and gives the physical memory back at once */
+  TP_TORCH_SHUT = 3  /* alloc is refused, what is freed keeps its memory */
+} tp_torch_mode;
+
+/* A free slot for a pool, TP_TORCH_HELD. ordinal: the device as torch counts. flags: TP_REGION_. TP_STATE when all are taken. */
+tp_status tp_torch_open(tp_device *device, int32_t ordinal, uint64_t extent_bytes, uint32_t flags, const char *name, uint32_t *slot,
+                        tp_error *err);
+/* Returns when no call of torch is under way any more that the mode does not allow. TP_TORCH_OPEN gives back what waited. */
+tp_status tp_torch_set_mode(uint32_t slot, tp_torch_mode mode, tp_error *err);
+/* What has happened since the last call: regions that torch was given, and addresses of those it has freed, each at most once, a
+ * region before its address. Regions stay the slot's until their address was taken: then they are the caller's to destroy, not before
+ * a call of tp_torch_set_mode has returned. Call until both counts are less than their caps. */
+tp_status tp_torch_take(uint32_t slot, tp_region **born, uint64_t born_cap, uint64_t *born_count, uint64_t *dead, uint64_t dead_cap,
+                        uint64_t *dead_count, tp_error *err);
+typedef struct tp_torch_refusal {
+  uint64_t count; /* how often alloc has given NULL since the slot was opened */
+  tp_error last;  /* why it did the last time */
+} tp_torch_refusal;
+tp_status tp_torch_get_refusal(uint32_t slot, tp_torch_refusal *out, tp_error *err);
+/* The owner leaves. Regions that were not taken as dead are the slot's from here on, and are destroyed when torch frees them; alloc is
+ * refused. The slot can be opened again when all of them are gone. */
+tp_status tp_torch_disown(uint32_t slot, tp_error *err);
 
 #ifdef __cplusplus
 }

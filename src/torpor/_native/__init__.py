@@ -3,6 +3,7 @@
 from .device import ChunkImage, Device, Span
 from .library import find_library
 from .objects import Arena, Import, Region, buffer_at
+from .torch_slot import TorchMode, TorchNews, TorchSlot, keep_forever, let_go
 from .types import CopyKind, DeviceStats, ExtentInfo, Op
 
 __all__ = [
@@ -16,6 +17,11 @@ __all__ = [
     "Op",
     "Region",
     "Span",
+    "TorchMode",
+    "TorchNews",
+    "TorchSlot",
     "buffer_at",
     "find_library",
+    "keep_forever",
+    "let_go",
 ]

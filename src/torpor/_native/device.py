@@ -44,7 +44,8 @@ class ChunkImage:
 
 
 class Device(Owned):
-    """Made by :meth:`open`. Everything on it must be closed before it."""
+    """Made by :meth:`open`. Everything on it must be closed before it, but memory of torch that nobody owns any more: the device
+    then goes with the last of that."""
 
     _destroy, _what = "tp_device_close", "device"
 
@@ -77,6 +78,10 @@ class Device(Owned):
         out = ctypes.c_uint64()
         call("tp_device_free_bytes", self.handle, ctypes.byref(out))
         return out.value
+
+    def synchronize(self) -> None:
+        """Blocks until everything that this process has asked of the device is done. DeviceError inside a graph capture."""
+        call("tp_device_synchronize", self.handle)
 
     def create_region(
         self, nbytes: int, *, extent_bytes: int, exportable: bool = False, guarded: bool = False, name: str = ""

@@ -84,6 +84,10 @@ class TpImage(ctypes.Structure):
     )
 
 
+class TpTorchRefusal(ctypes.Structure):
+    _fields_ = (("count", c_uint64), ("last", TpError))
+
+
 _U64P = POINTER(c_uint64)
 _HANDLE = c_void_p
 _HANDLE_OUT = POINTER(c_void_p)
@@ -92,6 +96,7 @@ _HANDLE_OUT = POINTER(c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_device_open": (c_char_p, c_int32, c_uint32, _HANDLE_OUT),
     "tp_device_close": (_HANDLE,),
+    "tp_device_synchronize": (_HANDLE,),
     "tp_device_get_stats": (_HANDLE, POINTER(TpDeviceStats)),
     "tp_device_free_bytes": (_HANDLE, _U64P),
     "tp_fault_arm": (_HANDLE, c_int32, c_uint64, c_uint64),
@@ -117,6 +122,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),
     "tp_arena_decommit": (_HANDLE, c_uint64, c_uint64),
+    "tp_torch_open": (_HANDLE, c_int32, c_uint64, c_uint32, c_char_p, POINTER(c_uint32)),
+    "tp_torch_set_mode": (c_uint32, c_int32),
+    "tp_torch_take": (c_uint32, _HANDLE_OUT, c_uint64, _U64P, _U64P, c_uint64, _U64P),
+    "tp_torch_get_refusal": (c_uint32, POINTER(TpTorchRefusal)),
+    "tp_torch_disown": (c_uint32,),
 }
 
 

@@ -102,6 +102,10 @@ class Region(Owned):
         """Unmaps if mapped, releases, frees the addresses. Idempotent; after a failure it can be repeated."""
         self.close()
 
+    def forget(self) -> None:
+        """Somebody else owns the region from here on."""
+        self._handle = None
+
     def __repr__(self) -> str:
         return f"<Region {self.name!r} {self.nbytes} bytes{' destroyed' if self.closed else ''}>"
 

@@ -228,17 +228,20 @@ class Memory:
     def close(self) -> None:
         """Frees everything, asleep or not. Idempotent. StateError inside a hook.
 
-        Regions in which tensors still live stay as they are until the last of those dies, and so does a device of our own.
+        Regions in which tensors still live stay as they are until the last of those dies (those made by torch: until torch frees
+        them), and so does a device of our own.
         """
         with self._shared.lock:
             if self._shared.closed:
                 return
             self._shared.require_still("close")
             self._shared.hooks.clear()
-            self._shared.take_back_dead()
-            for pool in self._pools.values():
-                for segment in [s for s in pool.segments if s.layout.empty]:
-                    pool.destroy(segment)
+            with self._shared.torch_held():
+                self._shared.take_back_dead()
+                for pool in self._pools.values():
+                    pool.close_torch()
+                    for segment in [s for s in pool.segments if s.layout.empty]:
+                        pool.destroy(segment)
             for segment in [s for p in self._pools.values() for s in p.segments]:
                 segment.image = None
             self._shared.images.close()

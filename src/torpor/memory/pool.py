@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+from collections.abc import Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torpor.errors import ConfigurationError, DeviceError, StateError
@@ -13,10 +16,13 @@ from torpor.memory.procfs import pinned_bytes
 from torpor.memory.segment import ALIGN_BYTES, Segment
 from torpor.memory.settings import PoolSettings
 from torpor.memory.shared import Shared
+from torpor.memory.torch_memory import TorchMemory
 from torpor.memory.types import Content, Residency, TagStats
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 FIRST_SHARED_BYTES = 2 << 20  # regions for small tensors double from here up to extent_bytes
 OWN_REGION_FRACTION = 8  # a tensor of extent_bytes / 8 that fits nowhere gets a region of its own, which goes when it dies
@@ -33,6 +39,7 @@ class Pool:
         self.slept = False  # only says something while there is no region to say it
         self.mapping = 1  # goes up when a wake maps the pool anew
         self._shared = shared
+        self._torch: TorchMemory | None = None  # made when it is needed first
 
     def __repr__(self) -> str:
         return f"<Pool {self.tag!r}: {len(self.segments)} regions>"
@@ -75,13 +82,71 @@ class Pool:
             self._require_growable()
             self._grow(nbytes, shared=True)
 
+    def __enter__(self) -> Pool:
+        """Everything that this thread allocates on the device through torch belongs to the pool, until the matching exit.
+
+        It may be entered again inside, other pools too (the innermost counts), and by several threads at once. Threads that are
+        started inside, as those of a backward pass, allocate elsewhere. While anybody is inside, the tag cannot be put to sleep.
+        torch keeps segments that fell empty for the next who enters; ``trim`` and a sleep give them back.
+
+        Waits for a sleep or wake under way. StateError while the pool is not resident (M10). ConfigurationError on the host
+        driver and where torch has no CUDA: use ``empty``.
+        """
+        with self._shared.structure():
+            self._require_growable()
+            torch = self._torch_memory()
+            torch.mempools.enter(torch.refusals())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """StateError in place of torch's OutOfMemoryError when torch got nothing because the pool had gone to sleep."""
+        torch = self._torch_memory()
+        refusals = torch.mempools.leave()
+        reason = None if refusals is None else torch.reason_since(refusals, error)
+        if reason is not None:
+            log.warning("torch was given no memory in pool %r: %s", self.tag, reason)
+            if isinstance(reason, StateError):
+                raise reason from error
+
+    @contextlib.contextmanager
+    def graph_memory(self) -> Iterator[tuple[int, int]]:
+        """For a capture: ``with pool.graph_memory() as id, torch.cuda.graph(graph, pool=id): ...``.
+
+        What the graph allocates belongs to this pool and keeps its addresses, so the graph replays after a sleep and a wake. All
+        graphs of a pool share memory: their replays must come one after another. Some kernels keep counters or tables there that
+        were filled once, at the capture: such a pool needs the policy "host". "discard" is for graphs that write all they read.
+        Errors are those of entering.
+        """
+        with self._shared.structure():
+            self._require_growable()
+            torch = self._torch_memory()
+            pool_id = torch.mempools.begin_capture()
+            self._shared.captures += 1
+        try:
+            yield pool_id
+        finally:
+            torch.mempools.end_capture()
+            with self._shared.lock, self._shared.torch_held():
+                self._shared.captures -= 1
+
+    def trim(self) -> None:
+        """torch gives back segments of this pool that no tensor lies in, but those of graphs and those that a thread inside may
+        use. It does nothing while this thread captures a graph."""
+        with self._shared.structure():
+            if self._torch is not None:
+                self._torch.mempools.trim()
+                self.bury()
+
     def owns(self, tensor: torch.Tensor) -> bool:
         address = tensors.storage_address(tensor)
+        with self._shared.view:
+            self._look()
         return any(s.covers(address) for s in self.segments)
 
     def stats(self) -> TagStats:
         """A snapshot. Never waits for a sleep or wake under way."""
         with self._shared.view:
+            self._look()
             segments = self.segments
             resident = sum(s.nbytes for s in segments if s.mapped)
         residency, content = self._state()
@@ -103,6 +168,7 @@ class Pool:
 
     def mapped_segments(self) -> list[Segment]:
         with self._shared.view:
+            self._look()
             return [s for s in self.segments if s.mapped]
 
     def unmapped_segments(self) -> list[Segment]:
@@ -122,21 +188,28 @@ class Pool:
     def bury(self) -> None:
         """Destroys regions that died. One that the driver will not let go stays in the pool, counted in its bytes but not in its
         state, until a later call."""
-        for segment in [s for s in self.segments if s.dying]:
+        with self._shared.view:
+            self._look()
+        for segment in [s for s in self.segments if s.dying and not (s.by_torch and self._shared.captures)]:
             with contextlib.suppress(DeviceError):
                 self.destroy(segment)
 
     def destroy(self, segment: Segment) -> None:
         """DeviceError: it is still there, and the call can be retried."""
         self._shared.images.release(segment)
+        if segment.by_torch and segment.mapped:
+            self._shared.device.synchronize()  # torch frees what kernels may still use
         with self._shared.view:
             segment.region.destroy()
             self.segments = tuple(s for s in self.segments if s is not segment)
 
     def _state(self) -> tuple[Residency, Content]:
         with self._shared.view:
+            # Torch frees at any time: a region that is seen without memory for that reason is known to be dying afterwards.
+            seen = {s: s.mapped for s in self.segments}
+            self._look()
             living = [s for s in self.segments if not s.dying]
-            mapped = [s.mapped for s in living]
+            mapped = [seen.get(s, True) for s in living]
             stale = any(s.stale for s in living)
         if not mapped:
             residency = Residency.ASLEEP if self.slept else Residency.RESIDENT
@@ -148,8 +221,60 @@ class Pool:
             return residency, Content.LOST
         return residency, Content.VALID if residency is Residency.RESIDENT and not stale else Content.ON_HOST
 
+    # ---- memory of torch, under the memory's lock ---------------------------------------------------------------------------
+
+    def require_nobody_inside(self) -> None:
+        """StateError while a thread is inside: what torch then gives it out of its cache would lie in sleeping memory."""
+        if self._torch is not None and self._torch.mempools.inside:
+            message = f"{self._torch.mempools.inside} threads are inside pool {self.tag!r}, which cannot sleep: leave it first"
+            raise StateError(message, state=self.residency.value, tag=self.tag)
+
+    def shut_torch(self) -> None:
+        """torch gives back what nobody uses, and gets nothing until ``settle_torch``."""
+        if self._torch is not None:
+            self._torch.mempools.trim()
+            self._torch.admit(False)
+            self.bury()
+
+    def settle_torch(self) -> None:
+        """torch may allocate exactly when everybody else may."""
+        if self._torch is not None and not self._torch.closed:
+            self._torch.admit(self._growable())
+
+    def close_torch(self) -> None:
+        """What tensors still lie in is left to them."""
+        if self._torch is None:
+            return
+        self._torch.leave_to_torch()
+        with self._shared.view:
+            left = set(self._torch.disown())
+            self.segments = tuple(s for s in self.segments if s not in left)
+
+    def _torch_memory(self) -> TorchMemory:
+        if self._torch is None:
+            if self._shared.on_host:
+                message = "torch allocates host memory in a way that cannot be routed: `with pool:` is for cuda; use pool.empty"
+                raise ConfigurationError(message, setting="driver", value=self._shared.device.driver)
+            self.attach_torch(TorchMemory(self, self._shared))
+        assert self._torch is not None
+        return self._torch
+
+    def attach_torch(self, torch: TorchMemory) -> None:
+        self._torch = torch
+        self._shared.torch = (*self._shared.torch, torch)
+
+    def _look(self) -> None:
+        """Segments of torch that are new, or dead. Under the view."""
+        if self._torch is not None and (born := self._torch.look()):
+            self.segments = (*self.segments, *born)
+            self.slept = False
+
     def _is_only_spare(self, segment: Segment) -> bool:
         return not any(s.shared and s.layout.empty and not s.dying for s in self.segments if s is not segment)
+
+    def _growable(self) -> bool:
+        residency, content = self._state()
+        return residency is Residency.RESIDENT and content is not Content.ON_HOST
 
     def _require_growable(self) -> None:
         residency, content = self._state()
@@ -182,6 +307,7 @@ class Pool:
             name=self.tag,
         )
         segment = Segment(self, region, shared, pinned_bytes())
-        self.segments = (*self.segments, segment)
+        with self._shared.view:
+            self.segments = (*self.segments, segment)
         self.slept = False
         return segment

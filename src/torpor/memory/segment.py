@@ -20,11 +20,12 @@ ALIGN_BYTES = 256
 class Segment:
     """A region and where tensors lie in it."""
 
-    def __init__(self, owner: Pool, region: Region, shared: bool, pinned_at_map: int) -> None:
+    def __init__(self, owner: Pool, region: Region, shared: bool, pinned_at_map: int, by_torch: bool = False) -> None:
         self.owner = owner
         self.region = region
         self.layout = FreeList(region.nbytes, ALIGN_BYTES)
         self.shared = shared  # takes any tensor that fits; else it was made for one
+        self.by_torch = by_torch  # it is one segment of torch's allocator, which alone knows what lies in it
         self.image: Image | None = None
         self.stale = False  # the image is the content, whatever may be mapped
         self.exported = False  # since it was mapped last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torpor._native import Device
 from torpor.errors import StateError
@@ -13,6 +14,9 @@ from torpor.memory.hooks import Hooks
 from torpor.memory.images import ImageStore
 from torpor.memory.procfs import usable_cores
 from torpor.memory.segment import Deaths
+
+if TYPE_CHECKING:
+    from torpor.memory.torch_memory import TorchMemory
 
 MAX_DEFAULT_THREADS = 8
 LOCK_POLL_S = 0.02
@@ -37,6 +41,9 @@ class Shared:
         self.lock = threading.RLock()
         self.view = threading.Lock()
         self.closed = False
+        self.torch: tuple[TorchMemory, ...] = ()  # of pools that torch allocates in; replaced, never changed
+        self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
+        self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
 
     @property
@@ -57,8 +64,24 @@ class Shared:
         """For a call that changes pools. Waits for a sleep or wake of another thread. StateError once closed."""
         with self.lock:
             self.require_open()
-            self.take_back_dead()
+            with self.torch_held():
+                self.take_back_dead()
+                yield
+
+    @contextlib.contextmanager
+    def torch_held(self) -> Iterator[None]:
+        """What torch frees meanwhile is only noted: no region goes but by us."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                for torch in self.torch:
+                    torch.hold()
             yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and not self.captures:
+                for torch in self.torch:
+                    torch.release()
 
     @contextlib.contextmanager
     def structure_now(self) -> Iterator[None]:
@@ -81,7 +104,11 @@ class Shared:
             self._moving = (threading.get_ident(), what)
             try:
                 with self.structure():
-                    yield
+                    try:
+                        yield
+                    finally:
+                        for torch in self.torch:
+                            torch.pool.settle_torch()
             finally:
                 self._moving = None
 
@@ -100,3 +127,5 @@ class Shared:
         while (death := self.deaths.take()) is not None:
             segment, offset = death
             segment.owner.take_back(segment, offset)
+        for torch in self.torch:
+            torch.pool.bury()

@@ -67,6 +67,13 @@ class Sleep:
 
     def run(self) -> SleepReport:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
+        for move in unmaps:
+            move.pool.require_nobody_inside()
+        if unmaps and self._shared.captures:
+            message = (
+                "a CUDA graph is being captured, which a sleep would break: it waits for the device; sleep after the capture"
+            )
+            raise StateError(message, state="capturing")
         released, traces = self._prepare(unmaps)
         self._unmap(unmaps, released)
         self._drop_images()
@@ -81,6 +88,8 @@ class Sleep:
         with self._phases("hooks"):
             released = self._shared.hooks.release(losing)
         try:
+            for move in unmaps:
+                move.pool.shut_torch()
             self._save_images(unmaps)
             return released, [_traces(m.pool) for m in unmaps]
         except BaseException as error:
@@ -88,6 +97,8 @@ class Sleep:
             raise
 
     def _undo(self, released: list[Hook], error: BaseException) -> None:
+        for move in self._moves:
+            move.pool.settle_torch()
         failures = self._shared.hooks.undo(released)
         if isinstance(error, TorporError):
             error.fields["undo_failures"] = failures

@@ -1,4 +1,4 @@
-"""Torch tensors over addresses of a pool. The only module of the memory layer that imports torch, at first use."""
+"""Torch tensors over addresses of a pool. Only this module of the memory layer and ``torch_cuda`` import torch, at first use."""
 
 from __future__ import annotations
 

@@ -112,6 +112,7 @@ class Wake:
                 segment.note_mapped(pinned)
             rise.pool.slept = False
             rise.pool.mapping += bool(rise.to_map)
+            rise.pool.settle_torch()
 
     def _release_images(self) -> None:
         """M6: only now, and only for pools made so."""
