@@ -11,6 +11,7 @@ from torpor.errors import ConfigurationError
 from torpor.models.attention import AttentionLayer, PagedBatch, backends, get_backend, register_backend
 from torpor.models.attention.base import write_kv
 from torpor.models.attention.sdpa import SdpaBackend
+from torpor.models.attention.triton_backend import TritonBackend
 
 BLOCK, HEADS, KV_HEADS, DIM, BLOCKS = 4, 6, 2, 8, 80
 SHAPES = {
@@ -177,3 +178,12 @@ def test_a_backend_that_cannot_run_says_what_it_needs() -> None:
 def test_sdpa_refuses_to_promise_independence_of_the_batch() -> None:
     with pytest.raises(ConfigurationError, match="cannot be deterministic"):
         get_backend("sdpa", "cpu", deterministic=True)
+
+
+def test_a_gpu_prefers_the_triton_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "missing", classmethod(lambda cls: None))
+    assert get_backend("auto", "cuda").name == "triton"
+    monkeypatch.setattr(TritonBackend, "missing", classmethod(lambda cls: "install triton"))
+    assert get_backend("auto", "cuda").name == "sdpa"
+    with pytest.raises(ConfigurationError, match="'triton' cannot run here: install triton"):
+        get_backend("triton", "cuda")

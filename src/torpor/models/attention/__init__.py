@@ -12,6 +12,7 @@ from torpor.models.attention.base import (
     StepContext,
 )
 from torpor.models.attention.sdpa import SdpaBackend
+from torpor.models.attention.triton_backend import TritonBackend
 
 __all__ = [
     "AttentionBackend",
@@ -59,4 +60,5 @@ def get_backend(name: str, device_type: str, *, deterministic: bool = False) -> 
     return _BACKENDS[name](deterministic=deterministic)
 
 
+register_backend(TritonBackend)
 register_backend(SdpaBackend)
