@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -147,3 +147,60 @@ def random_shape(rng: random.Random, *, longest: int, most: int, head_dims: Sequ
         window=rng.choice((None, None, 1, rng.randint(2, longest))),
         softcap=rng.choice((None, None, 2.0)),
     )
+
+
+def pad(case: Case, *, rows: int, max_seq_len: int) -> Case:
+    """A batch of single tokens as a captured step sees it: with ``rows`` of padding, and no lengths in its tuples."""
+    batch = case.batch
+    count = len(batch.seq_lens) + rows
+    tail = torch.zeros(rows, dtype=torch.int64, device=batch.slots.device)
+    padded = replace(
+        batch,
+        query_starts=tuple(range(count + 1)),
+        seq_lens=(max_seq_len,) * count,
+        max_seq_len=max_seq_len,
+        num_single=count,
+        slots=torch.cat([batch.slots, tail - 1]),
+        block_tables=torch.cat([batch.block_tables, batch.block_tables[:1].expand(rows, -1)]),
+        seq_lens_tensor=torch.cat([batch.seq_lens_tensor, tail]),
+    )
+    query, key, value = (torch.cat([t, torch.full_like(t[:rows], 7.0)]) for t in (case.query, case.key, case.value))
+    return replace(case, batch=padded, query=query, key=key, value=value)
+
+
+def part(case: Case, begin: int, end: int) -> Case:
+    """Tokens [begin, end) of a batch of one prompt, over the same cache."""
+    batch = replace(
+        case.batch,
+        query_starts=(0, end - begin),
+        seq_lens=(end,),
+        max_seq_len=end,
+        num_single=int(end - begin == 1),
+        slots=case.batch.slots[begin:end],
+        seq_lens_tensor=torch.tensor([end], device=case.batch.slots.device),
+    )
+    query, key, value = (t[begin:end] for t in (case.query, case.key, case.value))
+    return replace(case, batch=batch, query=query, key=key, value=value)
+
+
+def beside(first: Case, second: Case) -> Case:
+    """Two single tokens in one batch. Both caches in one: the second's blocks come after the first's."""
+    shift = first.cache.shape[1]
+    width = max(c.batch.block_tables.shape[1] for c in (first, second))
+    tables = [
+        torch.nn.functional.pad(c.batch.block_tables + by, (0, width - c.batch.block_tables.shape[1]))
+        for c, by in ((first, 0), (second, shift))
+    ]
+    batch = replace(
+        first.batch,
+        query_starts=(0, 1, 2),
+        seq_lens=(*first.batch.seq_lens, *second.batch.seq_lens),
+        max_seq_len=max(first.batch.max_seq_len, second.batch.max_seq_len),
+        num_single=2,
+        slots=torch.cat([first.batch.slots, second.batch.slots + shift * first.shape.block_size]),
+        block_tables=torch.cat(tables),
+        seq_lens_tensor=torch.cat([first.batch.seq_lens_tensor, second.batch.seq_lens_tensor]),
+    )
+    names = ("query", "key", "value")
+    tensors = {name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names}
+    return replace(first, batch=batch, cache=torch.cat([first.cache, second.cache], dim=1), **tensors)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import TOLERANCES, Case, Shape, make_case, random_shape
+from attention_cases import TOLERANCES, Shape, beside, make_case, pad, part, random_shape
 
 from torpor.models.attention import AttentionBackend
 from torpor.models.attention.triton_backend import TritonBackend
@@ -65,24 +65,6 @@ def test_padding_rows_write_nothing_and_give_something_finite(backend: Attention
     assert written == 2 * (9 + 200 + 33)
 
 
-def pad(case: Case, *, rows: int, max_seq_len: int) -> Case:
-    batch = case.batch
-    count = len(batch.seq_lens) + rows
-    tail = torch.zeros(rows, dtype=torch.int64, device=batch.slots.device)
-    padded = replace(
-        batch,
-        query_starts=tuple(range(count + 1)),
-        seq_lens=(max_seq_len,) * count,
-        max_seq_len=max_seq_len,
-        num_single=count,
-        slots=torch.cat([batch.slots, tail - 1]),
-        block_tables=torch.cat([batch.block_tables, batch.block_tables[:1].expand(rows, -1)]),
-        seq_lens_tensor=torch.cat([batch.seq_lens_tensor, tail]),
-    )
-    query, key, value = (torch.cat([t, torch.full_like(t[:rows], 7.0)]) for t in (case.query, case.key, case.value))
-    return replace(case, batch=padded, query=query, key=key, value=value)
-
-
 def test_inputs_may_be_strided(backend: AttentionBackend) -> None:
     """As transformers gives them: heads before tokens, and slices of one projection."""
     case = make_case(Shape(sequences=MIXED), torch.float32, "cpu")
@@ -103,41 +85,3 @@ def test_deterministic_tokens_do_not_depend_on_batch_or_chunks() -> None:
     other = make_case(Shape(sequences=((1, 200),)), torch.float32, "cpu", seed=5)
     together = beside(part(whole, 89, 90), other)
     assert torch.equal(together.run(backend)[:1], expected[89:])
-
-
-def part(case: Case, begin: int, end: int) -> Case:
-    """Tokens [begin, end) of a batch of one prompt, over the same cache."""
-    batch = replace(
-        case.batch,
-        query_starts=(0, end - begin),
-        seq_lens=(end,),
-        max_seq_len=end,
-        num_single=int(end - begin == 1),
-        slots=case.batch.slots[begin:end],
-        seq_lens_tensor=torch.tensor([end], device=case.batch.slots.device),
-    )
-    query, key, value = (t[begin:end] for t in (case.query, case.key, case.value))
-    return replace(case, batch=batch, query=query, key=key, value=value)
-
-
-def beside(first: Case, second: Case) -> Case:
-    """Two single tokens in one batch. Both caches in one: the second's blocks come after the first's."""
-    shift = first.cache.shape[1]
-    width = max(c.batch.block_tables.shape[1] for c in (first, second))
-    tables = [
-        torch.nn.functional.pad(c.batch.block_tables + by, (0, width - c.batch.block_tables.shape[1]))
-        for c, by in ((first, 0), (second, shift))
-    ]
-    batch = replace(
-        first.batch,
-        query_starts=(0, 1, 2),
-        seq_lens=(*first.batch.seq_lens, *second.batch.seq_lens),
-        max_seq_len=max(first.batch.max_seq_len, second.batch.max_seq_len),
-        num_single=2,
-        slots=torch.cat([first.batch.slots, second.batch.slots + shift * first.shape.block_size]),
-        block_tables=torch.cat(tables),
-        seq_lens_tensor=torch.cat([first.batch.seq_lens_tensor, second.batch.seq_lens_tensor]),
-    )
-    names = ("query", "key", "value")
-    tensors = {name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names}
-    return replace(first, batch=batch, cache=torch.cat([first.cache, second.cache], dim=1), **tensors)

@@ -30,7 +30,9 @@ class Plan:
     arrived: torch.Tensor  # [S * kv heads], zeros: pieces that are done; whoever comes last sets it back
 
 
-@triton.jit(do_not_specialize=["num_seqs", "bound", "target", "window", "num_arrived"])  # one kernel for all steps
+@triton.jit(
+    do_not_specialize=["num_seqs", "bound", "target", "window", "shortest", "multiple", "num_arrived"]
+)  # one kernel for all steps
 def _make_plan(
     seq_lens,
     pieces,
@@ -41,16 +43,16 @@ def _make_plan(
     bound,
     target,
     window,
+    shortest,
+    multiple,
     num_arrived,
     SEQS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    MULTIPLE: tl.constexpr,
 ):
     seq = tl.arange(0, SEQS)
     real = seq < num_seqs
     ends = tl.load(seq_lens + seq, mask=real, other=0).to(tl.int32)
     begins = tl.maximum(ends - window, 0)
-    length = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(ends - begins), target), MULTIPLE) * MULTIPLE, SHORTEST)
+    length = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(ends - begins), target), multiple) * multiple, shortest)
     skipped = begins // length
     count = tl.where(real, tl.maximum(tl.cdiv(ends, length) - skipped, 1), 0)  # padding has a piece too: it writes the zeros
     first = tl.cumsum(count, 0) - count
@@ -97,10 +99,10 @@ def make_plan(
         bound,
         target,
         2**30 if window is None else window,
+        shortest,
+        multiple,
         len(arrived),
         SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)),
-        SHORTEST=shortest,
-        MULTIPLE=multiple,
         num_warps=4,
     )
     return Plan(pieces, sequences, total, arrived)

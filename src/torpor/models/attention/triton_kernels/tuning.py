@@ -16,7 +16,7 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> DecodeTiles:
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int) -> PrefillTiles:
     if dtype == torch.float32:
-        return PrefillTiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        return PrefillTiles(block_m=32, block_n=32, num_warps=4 if head_dim <= 128 else 8, num_stages=1)
     if head_dim > 128:
         return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
     return PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
