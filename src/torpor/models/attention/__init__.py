@@ -11,8 +11,10 @@ from torpor.models.attention.base import (
     PagedBatch,
     StepContext,
 )
+from torpor.models.attention.flashinfer import FlashInferBackend
 from torpor.models.attention.sdpa import SdpaBackend
 from torpor.models.attention.triton_backend import TritonBackend
+from torpor.models.attention.varlen import VarlenBackend
 
 __all__ = [
     "AttentionBackend",
@@ -60,5 +62,5 @@ def get_backend(name: str, device_type: str, *, deterministic: bool = False) -> 
     return _BACKENDS[name](deterministic=deterministic)
 
 
-register_backend(TritonBackend)
-register_backend(SdpaBackend)
+for _backend in (TritonBackend, SdpaBackend, FlashInferBackend, VarlenBackend):
+    register_backend(_backend)
