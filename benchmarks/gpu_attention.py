@@ -30,7 +30,6 @@ HEADS, KV_HEADS, HEAD_DIM, DTYPE, LAYERS = 32, 8, 128, torch.bfloat16, 36
 LAYER = AttentionLayer(scaling=HEAD_DIM**-0.5)
 DECODES = tuple(itertools.product((1, 64, 256), (192, 2048, 8192)))
 PREFILLS = ((1, 8192, 8192), (4, 2048, 2048), (1, 2048, 8192), (64, 128, 128))  # sequences, tokens of each, context of each
-SWEPT_DECODES = ((1, 192), (1, 8192), (64, 2048), (256, 192))
 COLD_BYTES = 300 << 20  # of keys and values between two uses of the same: six times the H200's L2
 STEP_MS = 22.0  # of an 8B model's step over 256 sequences
 
@@ -182,30 +181,49 @@ def eager_step_ms() -> float:
 # ---- constants -------------------------------------------------------------------------------------------------------------
 
 
+SWEPT_DECODES = ((1, 192), (1, 2048), (1, 8192), (8, 1024), (64, 192), (64, 2048), (256, 192))
+SWEPT_DETERMINISTIC = ((1, 192), (1, 8192), (256, 192))  # and all of PREFILLS
+PREFILL_TILES = (
+    (128, 64, 8, 3),  # block_m, block_n, num_warps, num_stages
+    (128, 64, 8, 2),
+    (128, 64, 8, 4),
+    (128, 64, 4, 3),
+    (128, 128, 8, 2),
+    (128, 128, 8, 3),
+    (128, 32, 8, 4),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (64, 64, 4, 4),
+    (64, 128, 4, 2),
+    (64, 128, 4, 3),
+    (64, 32, 4, 4),
+)
+Constants = dict[str, int]
+
+
 @contextmanager
-def constants(kind: str, chosen: dict[str, int]) -> Iterator[None]:
+def constants(kind: str, chosen: Constants) -> Iterator[None]:
     from torpor.models.attention.triton_kernels import tuning
     from torpor.models.attention.triton_kernels.decode import DecodeTiles
     from torpor.models.attention.triton_kernels.prefill import PrefillTiles
 
     name, tiles = ("decode_tiles", DecodeTiles(**chosen)) if kind == "decode" else ("prefill_tiles", PrefillTiles(**chosen))
     usual = getattr(tuning, name)
-    setattr(tuning, name, lambda dtype, head_dim: tiles)
+    setattr(tuning, name, lambda *args, **kwargs: tiles)
     try:
         yield
     finally:
         setattr(tuning, name, usual)
 
 
-def candidates(kind: str) -> list[dict[str, int]]:
+def candidates(kind: str) -> list[Constants]:
     if kind == "decode":
-        grid = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))
-        return [{"block_n": n, "num_warps": w, "num_stages": s, "waves": 4, "shortest": 128} for n, w, s in grid]
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
-    return [{"block_m": m, "block_n": n, "num_warps": w, "num_stages": s} for m, n, w, s in grid]
+        grid = itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5))
+        return [{"block_n": n, "num_warps": w, "num_stages": s, "waves": 16, "shortest": 256} for n, w, s in grid]
+    return [{"block_m": m, "block_n": n, "num_warps": w, "num_stages": s} for m, n, w, s in PREFILL_TILES]
 
 
-def compile_one(task: tuple[str, dict[str, int], int]) -> str:
+def compile_one(task: tuple[str, Constants, int]) -> str:
     """In a process of its own: fills Triton's cache on disk."""
     kind, chosen, block_size = task
     try:
@@ -213,7 +231,7 @@ def compile_one(task: tuple[str, dict[str, int], int]) -> str:
             if kind == "decode":
                 Decode(1, 512, block_size).step(TritonBackend())
             else:
-                Prefill(1, 512, 512, block_size).us(TritonBackend())
+                Prefill(1, 512, 512, block_size).us(TritonBackend(deterministic=kind == "deterministic"))
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, or what else a compiler meets
         return f"{kind} {chosen}: {type(error).__name__} {str(error)[:100]}"
@@ -221,44 +239,51 @@ def compile_one(task: tuple[str, dict[str, int], int]) -> str:
 
 
 def sweep(run: common.Run, block_size: int) -> dict[str, Any]:
-    tasks = [(kind, chosen, block_size) for kind in ("decode", "prefill") for chosen in candidates(kind)]
-    with multiprocessing.get_context("spawn").Pool(min(14, len(os.sched_getaffinity(0)))) as pool:
+    tasks = [(kind, chosen, block_size) for kind in ("decode", "prefill", "deterministic") for chosen in candidates(kind)]
+    # Forked before this process has a context of the device: torch is imported once.
+    with multiprocessing.get_context("fork").Pool(min(16, len(os.sched_getaffinity(0)))) as pool:
         faults = pool.map(compile_one, tasks, chunksize=1)
-    run.note("\n".join(filter(None, faults)))
+    run.note("\n".join(filter(None, faults)) or "all compile")
     good = [task[:2] for task, fault in zip(tasks, faults, strict=True) if not fault]
-    decodes = [Decode(*at, block_size) for at in SWEPT_DECODES]
+    decodes = {f"{s} x {c}": Decode(s, c, block_size) for s, c in SWEPT_DECODES}
     rows = [(chosen, swept(kind, chosen, decodes)) for kind, chosen in good if kind == "decode"]
-    best = min(rows, key=lambda row: sum(row[1]))[0]
-    for waves, shortest in itertools.product((1, 2, 3, 4, 6, 8), (64, 128, 256, 512)):
+    best = min(rows, key=_product)[0]
+    for waves, shortest in itertools.product((2, 4, 8, 16, 32), (64, 128, 256, 512)):
         chosen = {**best, "waves": waves, "shortest": max(shortest, best["block_n"])}
         rows.append((chosen, swept("decode", chosen, decodes)))
-    results = {"decode": _ranked(run, "decode", [f"{s} x {c}" for s, c in SWEPT_DECODES], rows)}
-    prefills = [Prefill(*at, block_size) for at in PREFILLS]
-    rows = [(chosen, swept(kind, chosen, prefills)) for kind, chosen in good if kind == "prefill"]
-    results["prefill"] = _ranked(run, "prefill", [f"{s} x {t} of {c}" for s, t, c in PREFILLS], rows)
+    results = {"decode": _ranked(run, "decode", rows)}
+    prefills = {f"{s} x {t} of {c}": Prefill(s, t, c, block_size) for s, t, c in PREFILLS}
+    few = {f"{s} x {c}": decodes[f"{s} x {c}"] for s, c in SWEPT_DETERMINISTIC}
+    for kind, cases in (("prefill", prefills), ("deterministic", {**few, **prefills})):
+        results[kind] = _ranked(run, kind, [(chosen, swept(k, chosen, cases)) for k, chosen in good if k == kind])
     return results
 
 
-def _ranked(run: common.Run, kind: str, names: list[str], rows: list[tuple[dict[str, int], list[float]]]) -> list[Any]:
-    """By the product of the times: every case counts alike."""
-    rows = sorted(rows, key=lambda row: math.prod(row[1]))
-    table = [(" ".join(f"{k}={v}" for k, v in chosen.items()), *times) for chosen, times in rows]
-    run.table(f"{kind}: us per layer", ["constants", *names], table)
-    return [{**chosen, **dict(zip(names, times, strict=True))} for chosen, times in rows]
-
-
-def swept(kind: str, chosen: dict[str, int], cases: list[Any]) -> list[float]:
+def swept(kind: str, chosen: Constants, cases: dict[str, Any]) -> dict[str, float]:
+    backend = TritonBackend(deterministic=kind == "deterministic")
     with constants(kind, chosen):
-        return [case.layer_us(TritonBackend()) if kind == "decode" else case.us(TritonBackend()) for case in cases]
+        return {name: case.layer_us(backend) if isinstance(case, Decode) else case.us(backend) for name, case in cases.items()}
+
+
+def _product(row: tuple[Constants, dict[str, float]]) -> float:
+    return math.prod(row[1].values())
+
+
+def _ranked(run: common.Run, kind: str, rows: list[tuple[Constants, dict[str, float]]]) -> list[Any]:
+    """By the product of the times: every case counts alike."""
+    rows = sorted(rows, key=_product)
+    table = [(" ".join(map(str, chosen.values())), *times.values()) for chosen, times in rows]
+    run.table(f"{kind}: us per layer", [" ".join(rows[0][0]), *rows[0][1]], table)
+    return [{**chosen, **times} for chosen, times in rows]
 
 
 def main() -> None:
     given = common.arguments(__doc__, out=str(common.MEASUREMENTS), sweep=False, block_size=16)
-    run = common.Run("gpu_attention", "Attention over paged KV on a GPU", given.out)
-    run.header["gpu"] = torch.cuda.get_device_name()
+    run = common.Run("gpu_attention_sweep" if given.sweep else "gpu_attention", "Attention over paged KV on a GPU", given.out)
     if given.sweep:
         run.write(sweep(run, given.block_size))
         return
+    run.header["gpu"] = torch.cuda.get_device_name()
     copy = copy_rate()
     run.note(f"{run.header['gpu']}: device copy {copy / 1e12:.2f} TB/s, read and written")
     results: dict[str, Any] = {"copy_bytes_per_s": copy, "block_size": given.block_size}

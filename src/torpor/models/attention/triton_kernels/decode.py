@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torpor.models.attention.triton_kernels.plan import Plan
-from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, score
+from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, power_of_two, score
 
 _CHUNK = tl.constexpr(16)  # partial sums that are loaded at once
 
@@ -84,20 +84,21 @@ def _merge(
     tl.store(target + lanes[:, None] * HEAD_DIM + dims[None, :], merged, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "bound"])  # they change from step to step: one kernel for all
+@triton.jit(do_not_specialize=["bound"])  # it changes from step to step: one kernel for all
 def _decode(
-    query, out, cache, tables, pieces, sequences, total, arrived, sums, maxima, weights,
-    num_seqs, bound, scale, softcap,
+    query, out, cache, tables, pieces, total, arrived, sums, maxima, weights,
+    bound, scale, softcap,
     query_token, query_head, out_token, table_row, stride_kv, stride_block, stride_slot, stride_head,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    if piece >= tl.load(total):
+    there = tl.load(total)
+    pieces += piece
+    seq, begin, end = tl.load(pieces).to(tl.int64), tl.load(pieces + bound), tl.load(pieces + 2 * bound)
+    first, count = tl.load(pieces + 3 * bound), tl.load(pieces + 4 * bound)
+    if piece >= there:  # after the loads: one wait for all of them
         return
-    seq = tl.load(pieces + piece).to(tl.int64)
-    begin, end = tl.load(pieces + bound + piece), tl.load(pieces + 2 * bound + piece)
-    first, count = tl.load(sequences + seq), tl.load(sequences + num_seqs + seq)
     lanes, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     mask = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     first_head = kv_head * GROUP
@@ -157,11 +158,9 @@ def decode(
         kv_cache,
         block_tables,
         plan.pieces,
-        plan.sequences,
         plan.total,
         plan.arrived,
         *partials,
-        plan.sequences.shape[1],
         bound,
         scaling * LOG2E.value,
         softcap or 0.0,
@@ -174,10 +173,10 @@ def decode(
         PRECISION="tf32x3",  # float32 in three passes of the tensor cores; other types have one way only
         KV_HEADS=kv_heads,
         GROUP=group,
-        LANES=triton.next_power_of_2(group),
+        LANES=power_of_two(group),
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, power_of_two(head_dim)),
+        BLOCK_M=max(16, power_of_two(group)),
         BLOCK_N=tiles.block_n,
         BLOCK_SIZE=kv_cache.shape[2],
         num_warps=tiles.num_warps,

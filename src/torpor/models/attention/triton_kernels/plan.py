@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torpor.models.attention.triton_kernels.softmax import power_of_two
+
 _SEQS = 256  # lanes of the kernel at least: one kernel for all smaller batches
 
 
@@ -24,8 +26,7 @@ _SEQS = 256  # lanes of the kernel at least: one kernel for all smaller batches
 class Plan:
     """Tensors of int32 on the device. P is the bound on the number of pieces."""
 
-    pieces: torch.Tensor  # [3, P]: sequence, first position, end
-    sequences: torch.Tensor  # [2, S]: first piece, number of pieces
+    pieces: torch.Tensor  # [5, P]: sequence, first position, end; first piece of the sequence, number of its pieces
     total: torch.Tensor  # [1]: pieces there are
     arrived: torch.Tensor  # [S * kv heads], zeros: pieces that are done; whoever comes last sets it back
 
@@ -36,7 +37,6 @@ class Plan:
 def _make_plan(
     seq_lens,
     pieces,
-    sequences,
     total,
     arrived,
     num_seqs,
@@ -56,14 +56,14 @@ def _make_plan(
     skipped = begins // length
     count = tl.where(real, tl.maximum(tl.cdiv(ends, length) - skipped, 1), 0)  # padding has a piece too: it writes the zeros
     first = tl.cumsum(count, 0) - count
-    tl.store(sequences + seq, first, mask=real)
-    tl.store(sequences + num_seqs + seq, count, mask=real)
     tl.store(total, tl.sum(count))
     for i in range(tl.max(count)):
         mask = real & (i < count)
         tl.store(pieces + first + i, seq, mask=mask)
         tl.store(pieces + bound + first + i, tl.maximum((skipped + i) * length, begins), mask=mask)
         tl.store(pieces + 2 * bound + first + i, tl.minimum((skipped + i + 1) * length, ends), mask=mask)
+        tl.store(pieces + 3 * bound + first + i, first, mask=mask)
+        tl.store(pieces + 4 * bound + first + i, count, mask=mask)
     for i in range(0, num_arrived, SEQS):
         tl.store(arrived + i + seq, 0, mask=i + seq < num_arrived)
 
@@ -85,14 +85,12 @@ def make_plan(
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     partial = 1 if window is None else 2
     bound = num_seqs * partial + min(target, num_seqs * (max_seq_len // shortest))
-    pieces, sequences, total, arrived = (
-        torch.empty(shape, dtype=torch.int32, device=device)
-        for shape in ((3, bound), (2, num_seqs), (1,), (num_seqs * kv_heads,))
+    pieces, total, arrived = (
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in ((5, bound), (1,), (num_seqs * kv_heads,))
     )
     _make_plan[(1,)](
         seq_lens,
         pieces,
-        sequences,
         total,
         arrived,
         num_seqs,
@@ -102,7 +100,7 @@ def make_plan(
         shortest,
         multiple,
         len(arrived),
-        SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)),
+        SEQS=max(_SEQS, power_of_two(num_seqs)),
         num_warps=4,
     )
-    return Plan(pieces, sequences, total, arrived)
+    return Plan(pieces, total, arrived)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, score
+from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, power_of_two, score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +162,8 @@ def prefill(
         PRECISION="tf32x3",  # float32 in three passes of the tensor cores; other types have one way only
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=max(tiles.block_m, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, power_of_two(head_dim)),
+        BLOCK_M=max(tiles.block_m, power_of_two(group)),
         BLOCK_N=tiles.block_n,
         BLOCK_SIZE=kv_cache.shape[2],
         num_warps=tiles.num_warps,

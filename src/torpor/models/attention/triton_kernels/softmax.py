@@ -13,6 +13,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def power_of_two(n: int) -> int:
+    """At least ``n``. Triton's own costs several microseconds a call."""
+    return 1 << (n - 1).bit_length()
+
+
 @triton.jit
 def load_tile(
     base,

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torpor.models.attention.triton_kernels.softmax import power_of_two
+
 _HEADS_PER_PROGRAM = 8
 
 
@@ -46,8 +48,8 @@ def write_kv(kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
     """key and value [T, kv heads, head_dim] to their slots [T]; a slot of -1 writes nothing."""
     key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
     tokens, kv_heads, head_dim = key.shape
-    heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(kv_heads))
-    _write_kv[(tokens, triton.cdiv(kv_heads, heads))](
+    heads = min(_HEADS_PER_PROGRAM, power_of_two(kv_heads))
+    _write_kv[(tokens, -(-kv_heads // heads))](
         key,
         value,
         kv_cache,
@@ -60,7 +62,7 @@ def write_kv(kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
         KV_HEADS=kv_heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=power_of_two(head_dim),
         BLOCK_SIZE=kv_cache.shape[2],
         num_warps=4,
     )
