@@ -185,18 +185,17 @@ SWEPT_DECODES = ((1, 192), (1, 2048), (1, 8192), (8, 1024), (64, 192), (64, 2048
 SWEPT_DETERMINISTIC = ((1, 192), (1, 8192), (256, 192))  # and all of PREFILLS
 PREFILL_TILES = (
     (128, 64, 8, 3),  # block_m, block_n, num_warps, num_stages
-    (128, 64, 8, 2),
-    (128, 64, 8, 4),
+    (128, 64, 8, 5),
+    (128, 64, 8, 7),
     (128, 64, 4, 3),
-    (128, 128, 8, 2),
     (128, 128, 8, 3),
-    (128, 32, 8, 4),
-    (64, 64, 4, 2),
+    (128, 128, 8, 5),
+    (128, 32, 8, 5),
     (64, 64, 4, 3),
-    (64, 64, 4, 4),
-    (64, 128, 4, 2),
+    (64, 64, 4, 5),
     (64, 128, 4, 3),
-    (64, 32, 4, 4),
+    (64, 32, 4, 3),
+    (64, 32, 4, 5),
 )
 Constants = dict[str, int]
 
@@ -218,7 +217,7 @@ def constants(kind: str, chosen: Constants) -> Iterator[None]:
 
 def candidates(kind: str) -> list[Constants]:
     if kind == "decode":
-        grid = itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5))
+        grid = itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7))
         return [{"block_n": n, "num_warps": w, "num_stages": s, "waves": 16, "shortest": 256} for n, w, s in grid]
     return [{"block_m": m, "block_n": n, "num_warps": w, "num_stages": s} for m, n, w, s in PREFILL_TILES]
 

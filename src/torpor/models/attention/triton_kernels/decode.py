@@ -16,7 +16,7 @@ import triton.language as tl
 from torpor.models.attention.triton_kernels.plan import Plan
 from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, power_of_two, score
 
-_CHUNK = tl.constexpr(16)  # partial sums that are loaded at once
+_CHUNK = tl.constexpr(8)  # partial sums that are loaded at once; 16 took registers that cost a fourth program per processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class DecodeTiles:
 
     block_n: int  # positions of one tile
     num_warps: int
-    num_stages: int  # tiles in flight
+    num_stages: int  # 1 + 2 for each tile that is loaded ahead: its blocks' ids come first
     waves: int  # whole pieces per multiprocessor that the plan aims at
     shortest: int  # positions of a whole piece at least
 

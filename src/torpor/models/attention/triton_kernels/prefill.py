@@ -27,7 +27,7 @@ class PrefillTiles:
     block_m: int  # rows of a tile: tokens x heads of a group
     block_n: int  # positions of a tile of keys
     num_warps: int
-    num_stages: int
+    num_stages: int  # as in ``DecodeTiles``
 
     def tokens(self, group: int) -> int:
         """Tokens of one tile of queries."""
