@@ -97,6 +97,9 @@ class Decode:
             else:
                 step.attend(LAYER, self.query, self.key, self.key, cache)
 
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        return backend.begin(self.batch, DTYPE).attend(LAYER, self.query, self.key, self.key, self.caches[0])
+
     def layer_us(self, backend: AttentionBackend, write: bool = False) -> float:
         self.step(backend, write)
         torch.cuda.synchronize()
@@ -114,6 +117,9 @@ class Prefill:
         self.shape = (sequences, tokens, context)
         pairs = sequences * (tokens * (context - tokens) + tokens * (tokens + 1) // 2)
         self.flops = 4 * HEADS * HEAD_DIM * pairs
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        return backend.begin(self.batch, DTYPE).attend(LAYER, self.query, self.query, self.query, self.cache)
 
     def us(self, backend: AttentionBackend) -> float:
         """Of one layer; what the layers of a step share is not in it."""
@@ -259,8 +265,14 @@ def sweep(run: common.Run, block_size: int) -> dict[str, Any]:
 
 
 def swept(kind: str, chosen: Constants, cases: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of each case. Whoever computes something else than the constants in use is out."""
     backend = TritonBackend(deterministic=kind == "deterministic")
+    expected = {name: case.attend(backend) for name, case in cases.items()}
     with constants(kind, chosen):
+        for name, case in cases.items():
+            error = float((case.attend(backend) - expected[name]).norm() / expected[name].norm())
+            if not error < 0.01:
+                raise SystemExit(f"{kind} {chosen}: {name} is off by {error}")
         return {name: case.layer_us(backend) if isinstance(case, Decode) else case.us(backend) for name, case in cases.items()}
 
 

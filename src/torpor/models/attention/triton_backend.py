@@ -65,9 +65,10 @@ class _TritonStep(AttentionStep):
     def _attend_singles(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
         from torpor.models.attention.triton_kernels import decode, plan, tuning
 
-        tiles = tuning.decode_tiles(query.dtype, query.shape[-1])
         count, heads, head_dim = query.shape
         kv_heads, window = kv_cache.shape[3], layer.sliding_window
+        processors = _processors(query.device)
+        tiles = tuning.decode_tiles(query.dtype, head_dim, crowded=count * kv_heads > 2 * processors)
         made = self._made.get(("plan", window, heads, kv_heads, head_dim))
         if made is None:
             cut = plan.make_plan(
@@ -75,7 +76,7 @@ class _TritonStep(AttentionStep):
                 kv_heads,
                 max_seq_len=self.batch.max_seq_len,
                 window=window,
-                target=max(1, tiles.waves * _processors(query.device) // kv_heads),
+                target=max(1, tiles.waves * processors // kv_heads),
                 shortest=tiles.shortest,
                 multiple=tiles.block_n,
             )
