@@ -7,8 +7,8 @@
     busy       requests end and others begin all the time: a finished one is replaced, so that as many wait as before
     one        a single request: what a step costs at least
 
-The garbage collector is set as in a core process. A step is ``schedule`` and ``update``; the runner's answer is made up, and making it is not counted. Seconds are of processor
-time: nothing in a step waits, so a busy machine measures nearly the same.
+A step is ``schedule`` and ``update``; the runner's answer is made up, and making it is not counted. The garbage collector is set
+as in a core process. Seconds are of processor time: nothing in a step waits, so a busy machine measures nearly the same.
 """
 
 from __future__ import annotations
