@@ -11,6 +11,7 @@ from torpor.errors import ConfigurationError
 from torpor.models.attention import AttentionLayer, PagedBatch, backends, get_backend, register_backend
 from torpor.models.attention.base import write_kv
 from torpor.models.attention.sdpa import SdpaBackend
+from torpor.models.attention.triton_backend import TritonBackend
 
 BLOCK, HEADS, KV_HEADS, DIM, BLOCKS = 4, 6, 2, 8, 80
 SHAPES = {
@@ -41,6 +42,7 @@ def make_batch(shapes: list[tuple[int, int]], rng: random.Random) -> PagedBatch:
         block_size=BLOCK,
         query_starts=tuple(starts),
         seq_lens=lens,
+        max_seq_len=max(lens),
         num_single=sum(count == 1 for count, _ in shapes),
         slots=torch.tensor(slots),
         fresh_blocks=torch.tensor(fresh, dtype=torch.int64),
@@ -117,6 +119,7 @@ def test_decoding_rows_do_not_depend_on_their_batch() -> None:
             block_size=BLOCK,
             query_starts=(0, 1),
             seq_lens=(length,),
+            max_seq_len=length,
             num_single=1,
             slots=batch.slots[row : row + 1],
             fresh_blocks=batch.fresh_blocks[:0],
@@ -154,3 +157,33 @@ def test_a_backends_name_is_taken_once() -> None:
 
     with pytest.raises(ConfigurationError, match="registered already"):
         register_backend(Impostor)
+
+
+def test_a_backend_that_cannot_run_says_what_it_needs() -> None:
+    class Absent(SdpaBackend):
+        name = "absent"
+        device_types = ("nowhere",)
+
+        @classmethod
+        def missing(cls) -> str | None:
+            return "install absent"
+
+    register_backend(Absent)
+    with pytest.raises(ConfigurationError, match=r"'absent' cannot run here: install absent") as caught:
+        get_backend("absent", "nowhere")
+    assert caught.value.setting == "attention_backend"
+    assert get_backend("auto", "nowhere").name == "sdpa"
+
+
+def test_sdpa_refuses_to_promise_independence_of_the_batch() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be deterministic"):
+        get_backend("sdpa", "cpu", deterministic=True)
+
+
+def test_a_gpu_prefers_the_triton_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "missing", classmethod(lambda cls: None))
+    assert get_backend("auto", "cuda").name == "triton"
+    monkeypatch.setattr(TritonBackend, "missing", classmethod(lambda cls: "install triton"))
+    assert get_backend("auto", "cuda").name == "sdpa"
+    with pytest.raises(ConfigurationError, match="'triton' cannot run here: install triton"):
+        get_backend("triton", "cuda")

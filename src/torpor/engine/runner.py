@@ -114,6 +114,7 @@ class Runner:
             block_size=self._block_size,
             query_starts=starts,
             seq_lens=seq_lens,
+            max_seq_len=max(seq_lens),
             num_single=sum(len(span) == 1 for span in spans),
             slots=self._slots[:count],
             fresh_blocks=torch.from_numpy(blocks[offsets == 0]).to(self._slots.device),

@@ -11,7 +11,10 @@ from torpor.models.attention.base import (
     PagedBatch,
     StepContext,
 )
+from torpor.models.attention.flashinfer import FlashInferBackend
 from torpor.models.attention.sdpa import SdpaBackend
+from torpor.models.attention.triton_backend import TritonBackend
+from torpor.models.attention.varlen import VarlenBackend
 
 __all__ = [
     "AttentionBackend",
@@ -35,22 +38,29 @@ def register_backend(backend: type[AttentionBackend]) -> None:
 
 
 def backends(device_type: str) -> tuple[str, ...]:
-    """Names of the backends that run on the device, the preferred one first."""
+    """Names of the backends for the device, the preferred one first, whether or not what they need is installed."""
     return tuple(name for name, b in _BACKENDS.items() if not b.device_types or device_type in b.device_types)
 
 
-def get_backend(name: str, device_type: str) -> AttentionBackend:
-    """``auto`` is the preferred one of the device. ConfigurationError for a name that is unknown or does not run there."""
+def get_backend(name: str, device_type: str, *, deterministic: bool = False) -> AttentionBackend:
+    """``auto`` is the first of ``backends`` that can run. ConfigurationError for a name that is unknown on the device, for one
+    that lacks what it needs, and for one that cannot be ``deterministic``."""
     known = backends(device_type)
     if name == "auto":
-        return _BACKENDS[known[0]]()
+        return next(_BACKENDS[n] for n in known if _BACKENDS[n].missing() is None)(deterministic=deterministic)
     if name not in known:
         raise ConfigurationError(
             f"attention_backend {name!r} is not known on {device_type}; known: auto, {', '.join(known)}",
             setting="attention_backend",
             value=name,
         )
-    return _BACKENDS[name]()
+    missing = _BACKENDS[name].missing()
+    if missing is not None:
+        raise ConfigurationError(
+            f"attention_backend {name!r} cannot run here: {missing}", setting="attention_backend", value=name
+        )
+    return _BACKENDS[name](deterministic=deterministic)
 
 
-register_backend(SdpaBackend)
+for _backend in (TritonBackend, SdpaBackend, FlashInferBackend, VarlenBackend):
+    register_backend(_backend)

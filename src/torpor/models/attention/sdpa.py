@@ -12,11 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from torpor.errors import ConfigurationError
 from torpor.models.attention.base import AttentionBackend, AttentionLayer, AttentionStep, PagedBatch
 
 
 class SdpaBackend(AttentionBackend):
     name = "sdpa"
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        if deterministic:
+            raise ConfigurationError(
+                "attention_backend 'sdpa' cannot be deterministic: its kernels depend on which sequences share a step",
+                setting="attention_backend",
+                value=self.name,
+            )
+        super().__init__(deterministic=deterministic)
 
     def begin(self, batch: PagedBatch, dtype: torch.dtype) -> AttentionStep:
         return _SdpaStep(batch, dtype)
@@ -51,7 +61,7 @@ class _Plan:
 
 class _SdpaStep(AttentionStep):
     def __init__(self, batch: PagedBatch, dtype: torch.dtype) -> None:
-        self._batch = batch
+        super().__init__(batch)
         self._dtype = dtype
         self._plans: dict[int | None, _Plan] = {}
 
@@ -74,14 +84,14 @@ class _SdpaStep(AttentionStep):
         return out
 
     def _make_plan(self, window: int | None) -> _Plan:
-        batch = self._batch
+        batch = self.batch
         chunks = [self._plan_chunk(row, window) for row in range(batch.num_single, len(batch.seq_lens))]
         return _Plan([self._plan_singles(rows, window) for rows in self._similar_rows(window)], chunks)
 
     def _similar_rows(self, window: int | None) -> list[list[int]]:
         """The single-token rows in groups whose longest context is at most twice the shortest: at most half of a gather is
         padding."""
-        ranges = [self._block_range(seq_len, 1, window) for seq_len in self._batch.seq_lens[: self._batch.num_single]]
+        ranges = [self._block_range(seq_len, 1, window) for seq_len in self.batch.seq_lens[: self.batch.num_single]]
         widths = [last - first for first, last in ranges]
         groups: list[list[int]] = []
         widest = 0
@@ -94,12 +104,12 @@ class _SdpaStep(AttentionStep):
 
     def _block_range(self, seq_len: int, num_tokens: int, window: int | None) -> tuple[int, int]:
         """The blocks [first, last) that the last ``num_tokens`` of a context of ``seq_len`` see."""
-        size = self._batch.block_size
+        size = self.batch.block_size
         first = 0 if window is None else max(0, seq_len - num_tokens + 1 - window) // size
         return first, -(-seq_len // size)
 
     def _plan_singles(self, rows: list[int], window: int | None) -> _Singles:
-        batch, size = self._batch, self._batch.block_size
+        batch, size = self.batch, self.batch.block_size
         device = batch.block_tables.device
         ranges = [self._block_range(batch.seq_lens[row], 1, window) for row in rows]
         width = max(last - first for first, last in ranges)
@@ -121,7 +131,7 @@ class _SdpaStep(AttentionStep):
         return _Singles(index, blocks, width, slice(None), self._additive(visible)[:, None, None, :])
 
     def _plan_chunk(self, row: int, window: int | None) -> _Chunk:
-        batch, size = self._batch, self._batch.block_size
+        batch, size = self.batch, self.batch.block_size
         tokens = slice(batch.query_starts[row], batch.query_starts[row + 1])
         count, seq_len = tokens.stop - tokens.start, batch.seq_lens[row]
         start = seq_len - count
