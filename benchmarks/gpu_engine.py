@@ -106,6 +106,10 @@ class Engine:
 
         return self.wait(all_of_them())
 
+    def one_by_one(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """In steps of the same sizes every time, so that the answers must be the same ones."""
+        return [self.ask([prompt], tokens)[0] for prompt in prompts]
+
     async def _one(self, request_id: str, prompt: list[int], tokens: int) -> list[int]:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=tokens, ignore_eos=True)
         answer: list[int] = []
@@ -156,14 +160,14 @@ def measure_loads(run: common.Run, engine: Engine, rounds: int, vocabulary: int,
 
 def measure_sleep(run: common.Run, engine: Engine, rounds: int, prompts: list[list[int]], empty: int) -> dict[str, Any]:
     """The engine's own seconds, from the call to its end, and the answers before and after. ``empty``: used before it was."""
-    before = engine.ask(prompts, 16)
+    before = engine.one_by_one(prompts, 16)
     base = device_used_bytes() - empty
     sleeps, wakes, left = [], [], 0
     for _ in range(rounds + 1):
         sleeps.append(engine.sleep())
         left = device_used_bytes() - empty
         wakes.append(engine.wake())
-        if engine.ask(prompts, 16) != before:
+        if engine.one_by_one(prompts, 16) != before:
             raise SystemExit("the answers after a sleep are not those before it")
     later = common.Samples(tuple(report["seconds"] for report in sleeps[1:]))
     wake = common.Samples(tuple(report["seconds"] for report in wakes))
