@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "seats-not-counted",
         PLANNER,
-        "while queues.num_seats_taken < self._config.max_num_seqs:",
-        "while len(queues.running) <= self._config.max_num_seqs:",
+        "while queues.num_seats_taken < self._config.seats:",
+        "while len(queues.running) <= self._config.seats:",
         "a step has more sequences than the runner's tensors",
         BATCHING_TESTS + "test_seats_limit_the_sequences_of_a_step",
     ),

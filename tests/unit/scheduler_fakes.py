@@ -248,8 +248,8 @@ class Engine:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         self.steps.append(output)
-        assert output.num_tokens <= self.scheduler.config.max_num_batched_tokens
-        assert len(output.sequences) <= self.scheduler.config.max_num_seqs
+        assert output.num_tokens <= self.scheduler.config.token_budget
+        assert len(output.sequences) <= self.scheduler.config.seats
         sync_failed = self._do_loads()
         sampled = {}
         for seq in output.sequences:

@@ -73,8 +73,7 @@ def placement(core: EngineCore) -> dict[str, set[str | None]]:
     memory, runner = worker.memory, worker._runner
     assert runner is not None
     assert connector.buffer is not None
-    inputs = [value for value in vars(runner).values() if isinstance(value, torch.Tensor)]
-    assert any(value is runner._block_tables for value in inputs)
+    inputs = runner.tensors["runtime"]
     return {
         "parameters": {memory.tag_of(p) for p in worker.model.module.parameters()},
         "runner inputs": {memory.tag_of(t) for t in inputs},

@@ -330,3 +330,18 @@ def test_loading_reaches_for_no_hub(tmp_path: Path, memory: Memory, monkeypatch:
     save_tiny(tmp_path, "mixtral")
     assert os.environ.get("HF_HUB_OFFLINE") is None
     load(tmp_path, memory)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])  # read straight into place, and converted by transformers
+def test_m7_weights_that_were_loaded_through_their_images_are_not_copied_by_the_first_sleep(tmp_path: Path, family: str) -> None:
+    model = save_tiny(tmp_path, family)
+    config = ModelConfig(source=str(tmp_path), dtype="float32", fused_layers="on")
+    with Memory(MemoryConfig(driver="host")) as memory:
+        loaded = load_model(resolve_model(config), config, memory, through_images=True)
+        [report] = memory.sleep({"weights": "host"}).tags
+        assert report.copied_bytes == 0
+        assert report.image_bytes >= loaded.weight_bytes
+        memory.wake()
+        state = model.state_dict()
+        assert all(torch.equal(p, state[name]) for name, p in loaded.module.named_parameters())
+        del loaded

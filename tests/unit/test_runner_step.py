@@ -12,7 +12,7 @@ import torch
 from tiny_models import BLOCK, GREEDY, VOCAB, Driven, drive, make_worker, prompts, reference_greedy, run_step, save_tiny
 
 from torpor.engine.worker import Worker
-from torpor.errors import BugError
+from torpor.errors import BugError, DeviceError, DeviceMemoryError
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,8 @@ def worker(folder: Path) -> Iterator[Worker]:
 def test_step_inputs_and_kv_lie_in_their_pools(worker: Worker) -> None:
     runner = worker._runner
     assert runner is not None
-    inputs = [value for value in vars(runner).values() if isinstance(value, torch.Tensor)]
-    assert len(inputs) == 5
-    assert {worker.memory.tag_of(tensor) for tensor in inputs} == {"runtime"}
+    assert runner.tensors.keys() == {"runtime"}
+    assert {worker.memory.tag_of(tensor) for tensor in runner.tensors["runtime"]} == {"runtime"}
     assert {worker.memory.tag_of(tensor) for tensor in runner.kv_caches} == {"kv_cache"}
     assert [t.data_ptr() for t in runner.kv_caches] == [t.data_ptr() for t in worker.kv_caches.values()]
 
@@ -117,3 +116,24 @@ def test_the_last_block_may_be_partly_filled(worker: Worker, folder: Path) -> No
 
 def reference_greedy_of(folder: Path, prompt: list[int], count: int) -> list[int]:
     return reference_greedy(save_tiny(folder / "again"), prompt, count)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(torch.OutOfMemoryError("out of memory"), DeviceMemoryError), (torch.AcceleratorError("lost"), DeviceError)],
+    ids=["memory", "device"],
+)
+def test_errors_of_torch_are_told_as_ours(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, raised: Exception, told: type[Exception]
+) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(worker.model, "forward", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 10))
+    share = Driven("a", prompts(9)[0]).take(9, list(range(10)))
+    with pytest.raises(told, match="9 tokens in 1 sequences") as caught:
+        run_step(worker, [share])
+    assert caught.value.__cause__ is raised
+    monkeypatch.undo()
+    assert run_step(worker, [share]).sampled.keys() == {"a"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float], None]
 """Told (phase, fraction 0..1) while something long goes on."""
 
-WEIGHTS, KV_CACHE, RUNTIME = "weights", "kv_cache", "runtime"
+WEIGHTS, KV_CACHE, RUNTIME, CUDA_GRAPH = "weights", "kv_cache", "runtime", "cuda_graph"
 
 
 class Worker(Protocol):
@@ -33,8 +33,8 @@ class Worker(Protocol):
     def memory(self) -> Memory: ...
 
     @property
-    def threads(self) -> int:
-        """Intra-op threads of the model."""
+    def facts(self) -> dict[str, str]:
+        """Its lines of the start-up table."""
         ...
 
     @property
@@ -47,6 +47,10 @@ class Worker(Protocol):
     def determine_num_blocks(self) -> int: ...
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec: ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Prepares what a step needs beside memory: compiled kernels, captured graphs."""
+        ...
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
         """Gives the connector the KV tensors, outside every pool (E1)."""
@@ -73,6 +77,8 @@ class Executor(Protocol):
     def determine_num_blocks(self) -> int: ...
 
     def initialize_kv_cache(self, num_blocks: int) -> None: ...
+
+    def warm_up(self, progress: Progress) -> None: ...
 
     def attach_connector(self, connector: type[KVConnector], config: ConnectorConfig) -> None:
         """Creates the worker side, gives it the KV cache outside every pool (E1), subscribes it where it declares support
@@ -136,6 +142,9 @@ class UniprocExecutor:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         self._worker.initialize_kv_cache(num_blocks)
 
+    def warm_up(self, progress: Progress) -> None:
+        self._worker.warm_up(progress)
+
     def attach_connector(self, connector: type[KVConnector], config: ConnectorConfig) -> None:
         worker_side = connector.create_worker(config, self._worker.kv_spec)
         self._connector = worker_side
@@ -152,7 +161,11 @@ class UniprocExecutor:
         return self._worker.memory.wake(tags)
 
     def refill_lost(self) -> list[str]:
-        refill = {WEIGHTS: self._worker.reload_weights, RUNTIME: self._worker.reset_runtime}
+        refill: dict[str, Callable[[], None]] = {
+            WEIGHTS: self._worker.reload_weights,
+            RUNTIME: self._worker.reset_runtime,
+            CUDA_GRAPH: lambda: None,  # every step writes what it reads there
+        }
         stats = self._worker.memory.stats()
         lost = [t.tag for t in stats.tags if t.residency is Residency.RESIDENT and t.content is Content.LOST and t.tag in refill]
         for tag in lost:
@@ -173,7 +186,7 @@ class UniprocExecutor:
         return self._connector.stats() if self._connector else None
 
     def facts(self) -> dict[str, str]:
-        return {"threads": str(self._worker.threads)}
+        return self._worker.facts
 
     def shutdown(self) -> None:
         if self._closed:

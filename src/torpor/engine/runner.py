@@ -1,135 +1,129 @@
 """Running one step of the model: from the scheduler's output to sampled tokens.
 
-The runner keeps no state of requests. What it keeps are the step's inputs - token ids, positions, slots, block tables, lengths
-- in tensors of fixed size in pool ``runtime``, written anew by every step.
+The runner keeps no state of requests: what a step computes depends on its arguments and the KV cache alone. What it keeps are
+the step's inputs (``inputs``), in pool ``runtime``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from torpor.engine.inputs import StepInputs, StepTensors
 from torpor.engine.sampler import Samples, sample
-from torpor.errors import BugError
+from torpor.errors import BugError, DeviceError, DeviceMemoryError, TorporError
 from torpor.kvcache.types import KVCacheSpec
-from torpor.models.attention import LayerEvents, PagedBatch, StepContext
+from torpor.models.attention import LayerEvents, StepContext
 from torpor.models.loader import RUNTIME_TAG, LoadedModel
-from torpor.scheduler.config import SchedulerConfig
 from torpor.scheduler.output import RunnerOutput, ScheduledSequence, SchedulerOutput
-
-if TYPE_CHECKING:
-    from torpor.memory import Memory
 
 
 class Runner:
-    """For one thread at a time, while every pool is resident and valid."""
+    """Runs every step eagerly. For one thread at a time, while every pool is resident and valid."""
 
     def __init__(
         self,
         model: LoadedModel,
         kv_caches: Mapping[str, torch.Tensor],
         spec: KVCacheSpec,
-        memory: Memory,
-        config: SchedulerConfig,
+        inputs: StepInputs,
     ) -> None:
         self._model = model
-        self._block_size = spec.block_size
         self._kv_caches = tuple(kv_caches[name] for name in model.layer_names)
         self.events: LayerEvents | None = None  # told around every layer's attention
-        pool = memory.pool(RUNTIME_TAG, policy="host")
-        tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-        self._token_ids = pool.zeros((tokens,), torch.int64)
-        self._positions = pool.zeros((tokens,), torch.int64)
-        self._slots = pool.zeros((tokens,), torch.int64)
-        self._seq_lens = pool.zeros((seqs,), torch.int64)
-        longest = min(-(-model.resolved.max_model_len // spec.block_size), spec.num_blocks)
-        self._block_tables = pool.zeros((seqs, longest), torch.int64)
+        self.max_seq_len = min(model.resolved.max_model_len, spec.num_blocks * spec.block_size)
+        self.inputs = inputs
 
     @property
     def kv_caches(self) -> tuple[torch.Tensor, ...]:
         """The tensors attention reads and writes, by layer."""
         return self._kv_caches
 
+    @property
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What the runner keeps on the device, by the tag whose pool it lies in."""
+        return {RUNTIME_TAG: self.inputs.tensors}
+
+    def forget(self) -> None:
+        """What the runner had written to its pools is lost."""
+        self.inputs.forget()
+
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Run the model over ``output.sequences``, write their KV, and sample where asked. Blocks until done. Same input and
         KV, same output.
 
-        BugError when the step does not fit what was configured: nothing was written then.
+        BugError when the step does not fit what was configured: nothing was written then. DeviceMemoryError, DeviceError.
         """
         # Single tokens first: attention takes them as one batch.
         sequences = sorted(output.sequences, key=lambda s: len(s.token_ids) > 1)
         if not sequences:
             return RunnerOutput()
         self._check(sequences)
-        batch, count = self._write_inputs(sequences)
-        ends = batch.query_starts[1:]
+        try:
+            samples = self._compute(sequences, [s for s in sequences if s.samples])
+        except BaseException as error:
+            self.inputs.forget()  # nobody knows how much of them the device has
+            ours = _translated(error, output)
+            if ours is None:
+                raise
+            raise ours from error
+        return RunnerOutput(sampled=samples.tokens, failed=samples.failed, logprobs=samples.logprobs)
+
+    def _compute(self, sequences: Sequence[ScheduledSequence], sampling: Sequence[ScheduledSequence]) -> Samples:
+        step = self.inputs.write(sequences, fresh=self._model.backend.clears_blocks)
+        ends = step.batch.query_starts[1:]
         rows = [end - 1 for end, s in zip(ends, sequences, strict=True) if s.samples]
-        context = StepContext(
-            batch=batch,
-            step=self._model.backend.begin(batch, self._model.dtype),
+        logits = self.forward(step, rows)
+        return sample(logits, sampling) if sampling else self._unsampled()
+
+    def _unsampled(self) -> Samples:
+        """Nothing is brought to the host, which else is what waits for the step to end."""
+        if self.inputs.packed.is_cuda:
+            torch.cuda.current_stream(self.inputs.packed.device).synchronize()
+        return Samples()
+
+    def forward(self, step: StepTensors, rows: Sequence[int]) -> torch.Tensor:
+        """The step's KV is written, and -> logits [R, vocabulary] of the tokens ``rows``. On a GPU only queued."""
+        index = torch.tensor(rows, dtype=torch.int64, device=step.token_ids.device)
+        return self._model.forward(step.token_ids, step.positions, self.context(step), index)
+
+    def context(self, step: StepTensors) -> StepContext:
+        return StepContext(
+            batch=step.batch,
+            step=self._model.backend.begin(step.batch, self._model.dtype),
             kv_caches=self._kv_caches,
             layer_names=self._model.layer_names,
             events=self.events,
         )
-        index = torch.tensor(rows, dtype=torch.int64, device=self._token_ids.device)
-        logits = self._model.forward(self._token_ids[:count], self._positions[:count], context, index)
-        samples = sample(logits, [s for s in sequences if s.samples]) if rows else Samples()
-        return RunnerOutput(sampled=samples.tokens, failed=samples.failed, logprobs=samples.logprobs)
 
     def _check(self, sequences: Sequence[ScheduledSequence]) -> None:
+        inputs = self.inputs
         tokens = sum(len(s.token_ids) for s in sequences)
-        if tokens > len(self._token_ids) or len(sequences) > len(self._seq_lens):
+        if tokens > inputs.max_tokens or len(sequences) > inputs.max_seqs:
             raise BugError(
-                f"a step of {tokens} tokens in {len(sequences)} sequences exceeds max_num_batched_tokens {len(self._token_ids)} "
-                f"or max_num_seqs {len(self._seq_lens)}"
+                f"a step of {tokens} tokens in {len(sequences)} sequences exceeds max_num_batched_tokens {inputs.max_tokens} "
+                f"or max_num_seqs {inputs.max_seqs}"
             )
         for s in sequences:
-            needed = -(-(s.start + len(s.token_ids)) // self._block_size)
-            if not s.token_ids or needed > len(s.block_ids) or needed > self._block_tables.shape[1]:
+            needed = -(-(s.start + len(s.token_ids)) // inputs.block_size)
+            if not s.token_ids or needed > len(s.block_ids) or needed > inputs.blocks_per_seq:
                 raise BugError(
                     f"request {s.request_id}: {len(s.token_ids)} tokens from position {s.start} in {len(s.block_ids)} blocks",
                     request_id=s.request_id,
                 )
 
-    def _write_inputs(self, sequences: Sequence[ScheduledSequence]) -> tuple[PagedBatch, int]:
-        """Fill the persistent inputs. Returns the batch over them, and how many tokens there are."""
-        tables = [np.asarray(s.block_ids, dtype=np.int64) for s in sequences]
-        spans = [np.arange(s.start, s.start + len(s.token_ids)) for s in sequences]
-        positions = np.concatenate(spans)
-        blocks = np.concatenate([table[span // self._block_size] for table, span in zip(tables, spans, strict=True)])
-        offsets = positions % self._block_size
-        starts = (0, *np.cumsum([len(span) for span in spans]).tolist())
-        seq_lens = tuple(s.start + len(s.token_ids) for s in sequences)
-        count = len(positions)
-        self._put(self._token_ids, np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences]))
-        self._put(self._positions, positions)
-        self._put(self._slots, blocks * self._block_size + offsets)
-        self._put(self._seq_lens, np.asarray(seq_lens, dtype=np.int64))
-        self._put_tables(tables)
-        batch = PagedBatch(
-            block_size=self._block_size,
-            query_starts=starts,
-            seq_lens=seq_lens,
-            max_seq_len=max(seq_lens),
-            num_single=sum(len(span) == 1 for span in spans),
-            slots=self._slots[:count],
-            fresh_blocks=torch.from_numpy(blocks[offsets == 0]).to(self._slots.device),
-            block_tables=self._block_tables[: len(sequences)],
-            seq_lens_tensor=self._seq_lens[: len(sequences)],
+
+def _translated(error: BaseException, output: SchedulerOutput) -> TorporError | None:
+    """torch's errors as ours; None for others."""
+    step = f"a step of {output.num_tokens} tokens in {len(output.sequences)} sequences"
+    if isinstance(error, torch.OutOfMemoryError):
+        free = torch.cuda.mem_get_info()[0]
+        hint = "lower max_num_batched_tokens, or gpu_memory_utilization where others use the GPU too"
+        return DeviceMemoryError(
+            f"{step} found no memory for its intermediate results ({free} bytes free): {hint}", bytes_free=free
         )
-        return batch, count
-
-    def _put_tables(self, tables: Sequence[np.ndarray]) -> None:
-        width = min(max(map(len, tables)), self._block_tables.shape[1])
-        padded = np.zeros((len(tables), width), dtype=np.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table[:width]
-        self._block_tables[: len(tables), :width].copy_(torch.from_numpy(padded))
-
-    @staticmethod
-    def _put(target: torch.Tensor, values: np.ndarray) -> None:
-        target[: len(values)].copy_(torch.from_numpy(values))
+    if isinstance(error, torch.AcceleratorError):
+        return DeviceError(f"{step} failed on the device: {error}", operation="step")
+    return None

@@ -29,29 +29,54 @@ class Samples:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Samples:
-    """logits [R, vocabulary], one row per sequence; overwritten. Logits that are not finite fail their own sequence only."""
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """logits [R, vocabulary] -> the likeliest token of each row, the first of equals; -1 where the row has no finite peak (NaN
+    anywhere, or nothing allowed). [R] int64."""
+    peaks, best = logits.max(dim=-1)
+    return torch.where(peaks.isfinite(), best, -1)
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence], best: torch.Tensor | None = None) -> Samples:
+    """logits [R, vocabulary], one row per sequence; overwritten. Logits that are not finite fail their own sequence only.
+
+    ``best``: ``likeliest`` of the logits, where that is known already. Blocks until the tokens are on the host.
+    """
+    if all(map(_takes_likeliest, sequences)):
+        chosen = (likeliest(logits) if best is None else best).tolist()
+        return _samples(sequences, chosen)
     scores = logits.to(torch.float32)
-    for row, sequence in zip(scores, sequences, strict=True):
-        _penalise(row, sequence)
-    peaks, best = scores.max(dim=-1)
-    finite = peaks.isfinite().tolist()  # false for NaN anywhere in the row, and where nothing is allowed
-    chosen = best.tolist()
-    drawn = [i for i, s in enumerate(sequences) if finite[i] and s.sampling.temperature >= GREEDY_BELOW]
+    for index, sequence in enumerate(sequences):
+        if _changes_scores(sequence):
+            _penalise(scores[index], sequence)
+    chosen = likeliest(scores).tolist()
+    drawn = [i for i, s in enumerate(sequences) if chosen[i] >= 0 and s.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         tokens = _draw(scores[drawn], [sequences[i] for i in drawn]).tolist()
         for i, token in zip(drawn, tokens, strict=True):
             chosen[i] = token
-    failed = {
-        s.request_id: "the model's output is not finite, or min_tokens forbids every token left"
-        for s, ok in zip(sequences, finite, strict=True)
-        if not ok
-    }
-    return Samples(
-        {s.request_id: token for s, token, ok in zip(sequences, chosen, finite, strict=True) if ok},
-        failed,
-        _logprobs(scores, sequences, chosen, finite),
-    )
+    return _samples(sequences, chosen, _logprobs(scores, sequences, chosen))
+
+
+def _takes_likeliest(sequence: ScheduledSequence) -> bool:
+    """Its token is the likeliest one of the logits as they are, and nothing else is asked of them."""
+    p = sequence.sampling
+    return p.temperature < GREEDY_BELOW and p.logprobs is None and not _changes_scores(sequence)
+
+
+def _changes_scores(sequence: ScheduledSequence) -> bool:
+    p = sequence.sampling
+    return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or sequence.forbidden_token_ids)
+
+
+def _samples(
+    sequences: Sequence[ScheduledSequence], chosen: Sequence[int], logprobs: dict[str, TokenLogprobs] | None = None
+) -> Samples:
+    tokens = {s.request_id: token for s, token in zip(sequences, chosen, strict=True) if token >= 0}
+    if len(tokens) == len(sequences):
+        return Samples(tokens, {}, logprobs or {})
+    why = "the model's output is not finite, or min_tokens forbids every token left"
+    failed = {s.request_id: why for s, token in zip(sequences, chosen, strict=True) if token < 0}
+    return Samples(tokens, failed, logprobs or {})
 
 
 def uniform(seed: int, position: int) -> float:
@@ -120,10 +145,8 @@ def _floor(limits: Sequence[tuple[int, float]], probs: torch.Tensor, head: int =
     return values.gather(-1, kept - 1)
 
 
-def _logprobs(
-    scores: torch.Tensor, sequences: Sequence[ScheduledSequence], chosen: list[int], finite: list[bool]
-) -> dict[str, TokenLogprobs]:
-    wanted = [i for i, s in enumerate(sequences) if finite[i] and s.sampling.logprobs is not None]
+def _logprobs(scores: torch.Tensor, sequences: Sequence[ScheduledSequence], chosen: list[int]) -> dict[str, TokenLogprobs]:
+    wanted = [i for i, s in enumerate(sequences) if chosen[i] >= 0 and s.sampling.logprobs is not None]
     if not wanted:
         return {}
     table = torch.log_softmax(scores[wanted], dim=-1)

@@ -19,8 +19,8 @@ Operation = Literal["sleep", "pause", "release_kv_cache"]
 
 LEVEL_POLICIES: dict[int, dict[str, Policy]] = {
     0: {},
-    1: {"weights": "host", "runtime": "host", "kv_cache": "discard"},
-    2: {"weights": "discard", "runtime": "host", "kv_cache": "discard"},
+    1: {"weights": "host", "runtime": "host", "kv_cache": "discard", "cuda_graph": "discard"},
+    2: {"weights": "discard", "runtime": "host", "kv_cache": "discard", "cuda_graph": "discard"},
 }
 
 

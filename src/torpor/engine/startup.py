@@ -24,6 +24,7 @@ from torpor.engine.kv_connector import choose_connector
 from torpor.engine.lifecycle_parts import Background
 from torpor.engine.sleep_plan import sleep_rules
 from torpor.kvcache.manager import KVCacheManager
+from torpor.memory import choose_driver
 from torpor.memory.types import MemoryStats
 from torpor.scheduler import Scheduler
 
@@ -59,6 +60,7 @@ def start_core(
     from torpor.engine.worker import Worker  # brings in the model libraries: seconds
     from torpor.models import resolve_model
 
+    config = on_this_machine(config)
     kind_and_config = choose_connector(_with_lease(config), config.sleep) if config.connector else None
     begun = time.monotonic()
     resolved = resolve_model(config.model, progress)
@@ -75,6 +77,13 @@ def start_core(
         on_ready=on_ready,
         facts={"model resolved in": f"{resolve_s:.1f} s"},
     )
+
+
+def on_this_machine(config: EngineConfig) -> EngineConfig:
+    """What depends on the device is filled in."""
+    memory = dataclasses.replace(config.memory, driver=choose_driver(config.memory.driver, config.memory.device))
+    scheduler = config.scheduler.on_gpu() if memory.driver == "cuda" else config.scheduler
+    return dataclasses.replace(config, memory=memory, scheduler=scheduler)
 
 
 def _with_lease(config: EngineConfig) -> ConnectorConfig:
@@ -102,6 +111,7 @@ def bring_up(
         timer = PhaseTimer(progress, clock)
         timer.run("loading weights", lambda: executor.load(progress), tells=True)
         timer.run("allocating the KV cache", lambda: executor.initialize_kv_cache(executor.determine_num_blocks()))
+        timer.run("warming up", lambda: executor.warm_up(progress), tells=True)
         scheduler_side = None
         if connector is not None:
             kind, connector_config = connector

@@ -10,6 +10,9 @@ import torch
 
 from torpor.connectors.base import ConnectorMetadata, KVConnectorWorker
 from torpor.engine.config import EngineConfig
+from torpor.engine.gpu import follow_memory, gpu_facts, kv_budget_bytes, let_go, use_gpu
+from torpor.engine.graphs import GraphRunner, graph_obstacle
+from torpor.engine.inputs import StepInputs
 from torpor.engine.runner import Runner
 from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.tensors import allocate_kv_caches
@@ -17,6 +20,7 @@ from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import Memory
 from torpor.models import LoadedModel, ResolvedModel, load_model
 from torpor.models.hardware import available_memory_bytes, usable_cores
+from torpor.models.loader import RUNTIME_TAG
 from torpor.scheduler.output import RunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ class Worker:
         self.resolved = resolved
         self.threads = _set_threads(config.model.threads)
         self.memory = Memory(config.memory, device=device)
+        self._on_gpu = self.memory.device.driver == "cuda"
         self._kv_guarded = kv_guarded
         self._model: LoadedModel | None = None
         self._runner: Runner | None = None
@@ -51,7 +56,11 @@ class Worker:
         if self._model is not None:
             raise StateError("the model is loaded already", state="loaded")
         progress("loading weights", 0.0)
-        self._model = load_model(self.resolved, self.config.model, self.memory)
+        if self._on_gpu:
+            use_gpu(self.memory.config.device)
+        self._model = load_model(
+            self.resolved, self.config.model, self.memory, through_images=self._on_gpu and self._prepares_images
+        )
         progress("loading weights", 1.0)
 
     @property
@@ -89,15 +98,13 @@ class Worker:
             )
         if cache.kv_cache_bytes is not None:
             return budget // nbytes
-        longest = self.config.scheduler.max_num_seqs * -(-self.resolved.max_model_len // cache.block_size)
+        longest = self.config.scheduler.seats * -(-self.resolved.max_model_len // cache.block_size)
         return min(budget // nbytes, longest)
 
     def _default_kv_bytes(self) -> int:
-        if self.memory.device.driver != "host":
-            raise ConfigurationError(
-                f"set kv_cache_bytes or num_blocks: driver {self.memory.device.driver!r} does not tell how much is free",
-                setting="kv_cache_bytes",
-            )
+        if self._on_gpu:
+            cache = self.config.cache
+            return kv_budget_bytes(self.model, self.config.scheduler, cache.block_size, cache.gpu_memory_utilization)
         return min(HOST_KV_BYTES, int(HOST_KV_FRACTION * available_memory_bytes()))
 
     @property
@@ -113,11 +120,51 @@ class Worker:
         spec = self.model.kv_spec(num_blocks, self.config.cache.block_size)
         exportable = self.config.connector is not None
         caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
-        self._runner = Runner(self.model, caches, spec, self.memory, self.config.scheduler)
+        self._runner = self._make_runner(caches, spec)
+        if self._on_gpu:
+            follow_memory(self.memory, self.memory.tags)
         self._kv_caches, self._spec = caches, spec
         if self._prepares_images:
+            if self._on_gpu:
+                let_go(self.memory.config.device)
             self.memory.prepare_images(fill=True)
         return spec
+
+    def _make_runner(self, caches: dict[str, torch.Tensor], spec: KVCacheSpec) -> Runner:
+        limits, longest = self.config.scheduler, min(self.resolved.max_model_len, spec.num_blocks * spec.block_size)
+        inputs = StepInputs(
+            self.memory.pool(RUNTIME_TAG, policy="host"),
+            max_tokens=limits.token_budget,
+            max_seqs=limits.seats,
+            blocks_per_seq=-(-longest // spec.block_size),
+            block_size=spec.block_size,
+        )
+        if self.graph_obstacle is None:
+            return GraphRunner(self.model, caches, spec, inputs, self.memory)
+        return Runner(self.model, caches, spec, inputs)
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """Why steps are not captured; None if they are."""
+        return "enforce_eager is set" if self.config.model.enforce_eager else graph_obstacle(self.model)
+
+    def warm_up(self, progress: Progress = lambda what, done: None) -> None:
+        """Capture the graphs of a runner that replays them. Writes to no block of the KV cache."""
+        if isinstance(self._runner, GraphRunner):
+            self._runner.capture_all(lambda done: progress("capturing CUDA graphs", done))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Lines of the start-up table."""
+        if not self._on_gpu:
+            return {"threads": str(self.threads)}
+        obstacle, runner = self.graph_obstacle, self._runner
+        graphs = (
+            f"{runner.captures}, up to {runner.buckets[-1]} sequences" if isinstance(runner, GraphRunner) else f"none: {obstacle}"
+        )
+        layers = "as transformers computes them" if self.model.fused is None else "fused"
+        names = {"attention": self.model.backend.name, "layers": layers, "CUDA graphs": graphs}
+        return {**gpu_facts(self.memory.config.device), **names}
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
         """Give the connector the runner's own KV tensors. Called outside every pool: what the connector allocates while it
@@ -155,9 +202,11 @@ class Worker:
         self.memory.mark_valid("weights")
 
     def reset_runtime(self) -> None:
-        """Compute ``runtime`` again, after a wake that left it lost, and mark it valid. The runner's inputs need nothing: every
-        step writes them."""
+        """Compute ``runtime`` again, after a wake that left it lost, and mark it valid. Of the runner's inputs every step writes
+        what it needs."""
         self.model.reset_buffers()
+        if self._runner is not None:
+            self._runner.forget()
         self.memory.mark_valid("runtime")
 
     def shutdown(self) -> None:

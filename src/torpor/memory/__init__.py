@@ -7,6 +7,7 @@
 """
 
 from torpor.memory.config import MemoryConfig
+from torpor.memory.drivers import choose_driver
 from torpor.memory.ledger import ExportedPool, ExportedRegion, ExportLedger, Grant
 from torpor.memory.memory import Memory
 from torpor.memory.pool import Pool
@@ -47,4 +48,5 @@ __all__ = [
     "TagStats",
     "TagWakeReport",
     "WakeReport",
+    "choose_driver",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torpor.errors import ConfigurationError
 
-DriverName = str  # "host", "cuda"
+DriverName = str  # "auto", "host", "cuda"
 
 PAGE_BYTES = 4096
 
@@ -18,7 +18,7 @@ EXTENT_BYTES = {"host": 64 << 20, "cuda": 512 << 20}
 class MemoryConfig:
     """ConfigurationError for a value that cannot be; whether the driver exists is found out by ``Memory``."""
 
-    driver: DriverName = "host"
+    driver: DriverName = "auto"  # cuda where there is a GPU that torch can use, else host
     device: int = 0
     extent_bytes: int = BY_DRIVER  # size of one physical piece; rounded up to the driver's granularity
     chunk_bytes: int = 2 << 20  # what one content hash covers (M7)

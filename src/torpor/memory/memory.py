@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -12,6 +13,7 @@ from torpor._native import Device
 from torpor.errors import ConfigurationError, StateError, UnknownTagError
 from torpor.memory.clock import Phases
 from torpor.memory.config import MemoryConfig
+from torpor.memory.drivers import choose_driver
 from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
 from torpor.memory.integrity import check_integrity
@@ -39,7 +41,9 @@ class Memory:
 
     def __init__(self, config: MemoryConfig | None = None, *, device: Device | None = None) -> None:
         """``device``: one that is open already; it stays the caller's. ConfigurationError when the driver is not available."""
-        self.config = config or MemoryConfig()
+        asked = config or MemoryConfig()
+        driver = device.driver if device else choose_driver(asked.driver, asked.device)
+        self.config = dataclasses.replace(asked, driver=driver)
         self._owns_device = device is None
         self._shared = Shared(self.config, device or Device.open(self.config.driver, self.config.device))
         self._pools: dict[str, Pool] = {}

@@ -64,6 +64,12 @@ def empty_nowhere(shape: tuple[int, ...], dtype: torch.dtype, ordinal: int | Non
     return torch.empty(shape, dtype=dtype, device="cpu" if ordinal is None else f"cuda:{ordinal}")
 
 
+def torch_sees_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Where the storage begins; 0 when it has no bytes."""
     return tensor.untyped_storage().data_ptr()

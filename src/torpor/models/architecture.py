@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from torpor.errors import ModelError
-from torpor.models.attention import interface
+from torpor.models.attention import AttentionLayer, interface
 from torpor.models.attention.interface import LayerCall, Probe
 from torpor.models.source import ResolvedModel
 
@@ -31,6 +31,7 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layers: tuple[AttentionLayer, ...]  # what each asks of attention
 
 
 def build_skeleton(resolved: ResolvedModel, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -102,7 +103,13 @@ def _geometry(resolved: ResolvedModel, calls: list[LayerCall]) -> Geometry:
     if problem is not None:
         raise _refuse(resolved, problem)
     first = calls[0]
-    return Geometry(num_layers=len(calls), num_heads=first.heads, num_kv_heads=first.kv_heads, head_dim=first.head_dim)
+    return Geometry(
+        num_layers=len(calls),
+        num_heads=first.heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        layers=tuple(call.layer for call in sorted(calls, key=lambda call: call.index)),
+    )
 
 
 def _problems(config: Any, calls: list[LayerCall]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torpor.errors import ModelError
+from torpor.models.device_reads import DeviceRead, read_to_device
 from torpor.models.hardware import usable_cores
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -81,12 +82,17 @@ class Checkpoint:
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill ``targets`` (same shapes; dtypes are converted) from the entries of the same names. ModelError when a file falls
         short."""
+        for name, target in targets.items():
+            _check_shape(self.entries[name], target)
         descriptors = {file: _open(file) for file in self.files}
         try:
+            on_gpu = {name: target for name, target in targets.items() if target.is_cuda and target.is_contiguous()}
+            read_to_device([_device_read(descriptors, self.entries[n], t) for n, t in on_gpu.items()], usable_cores())
             with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
                 jobs = [
                     pool.submit(_read_tensor, descriptors[entry.file], entry, target)
                     for name, target in targets.items()
+                    if name not in on_gpu
                     for entry in (self.entries[name],)
                 ]
                 for job in jobs:
@@ -238,9 +244,16 @@ def _hash_chunk(descriptor: int, offset: int) -> bytes:
     return hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, offset)).digest()
 
 
-def _read_tensor(descriptor: int, entry: TensorEntry, target: torch.Tensor) -> None:
+def _check_shape(entry: TensorEntry, target: torch.Tensor) -> None:
     if tuple(target.shape) != entry.shape:
         raise ModelError(f"{entry.file}: shape {list(entry.shape)} where {list(target.shape)} is needed", path=str(entry.file))
+
+
+def _device_read(descriptors: Mapping[Path, int], entry: TensorEntry, target: torch.Tensor) -> DeviceRead:
+    return DeviceRead(descriptors[entry.file], str(entry.file), entry.offset, entry.nbytes, entry.dtype, target)
+
+
+def _read_tensor(descriptor: int, entry: TensorEntry, target: torch.Tensor) -> None:
     direct = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
     landing = target if direct else torch.empty(entry.shape, dtype=entry.dtype)
     buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -13,6 +13,9 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens; None: the model's own limit
     trust_remote_code: bool = False
     attention_backend: str = "auto"
+    fused_layers: str = "auto"  # auto (on a GPU) | on | off; models whose layers cannot be fused compute as transformers does
+    enforce_eager: bool = False  # no CUDA graphs
+    deterministic: bool = False  # a request's answer does not depend on what else is in the batch; slower
     threads: int | None = None  # intra-op threads; None: the cores this process may use. Set it when engines share a machine
     cache_dir: str | None = None  # converted models; None: ~/.cache/torpor
     load_format: str = "auto"  # auto | random (random weights for a folder that has only a config; tests and benchmarks)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torpor.errors import ModelError
+from torpor.errors import ConfigurationError, ModelError
 from torpor.kvcache.types import KVCacheSpec
 from torpor.models.architecture import Geometry, build_skeleton, probe
 from torpor.models.attention import AttentionBackend, StepContext, get_backend, interface
 from torpor.models.checkpoint import check_size
 from torpor.models.config import ModelConfig
 from torpor.models.dtypes import choose_dtype, dtype_name
+from torpor.models.fused import FusedDecoder, fuse, merged_names
 from torpor.models.hardware import is_amd
 from torpor.models.linear import use_few_tokens_linear
 from torpor.models.placement import compute_buffers, place_tensors
@@ -26,6 +27,7 @@ from torpor.models.weights import WeightSource, choose_source
 if TYPE_CHECKING:
     from torpor.memory import Memory
 
+FUSED_LAYERS = ("auto", "on", "off")
 WEIGHTS_TAG = "weights"
 RUNTIME_TAG = "runtime"
 
@@ -41,11 +43,13 @@ class LoadedModel:
         weights: dict[str, torch.Tensor],
         geometry: Geometry,
         backend: AttentionBackend,
+        fused: FusedDecoder | None = None,
     ) -> None:
         self.resolved = resolved
         self.module = module  # the transformers model
         self.geometry = geometry
         self.backend = backend
+        self.fused = fused  # computes instead of the module where there is one
         self.layer_names = tuple(f"layers.{i}" for i in range(geometry.num_layers))
         self._source = source
         self._weights = weights
@@ -89,45 +93,81 @@ class LoadedModel:
             dtype=dtype_name(self.dtype),
         )
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: StepContext, rows: torch.Tensor) -> torch.Tensor:
-        """token_ids and positions [T] int64, rows [R] of them -> logits [R, vocabulary] in the model's dtype. Writes the KV
-        cache."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids and positions [T] int64, rows [R] of them (None: all) -> logits [R, vocabulary] in the model's dtype, into
+        ``out`` where given. Writes the KV cache."""
+        if self.fused is not None:
+            return self.fused.forward(token_ids, positions, context, rows, out)
         output = self.module(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=0 if rows is None else rows,
             **{interface.CONTEXT: context},
         )
         logits: torch.Tensor = output.logits[0]
-        return logits
+        return logits if out is None else out.copy_(logits)
 
 
-def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory) -> LoadedModel:
-    """Build the model, give every tensor its place in pool ``weights`` or ``runtime``, and fill it.
+def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory, *, through_images: bool = False) -> LoadedModel:
+    """Build the model, give every tensor its place in pool ``weights`` or ``runtime``, and fill it. ``through_images``: weights
+    that are read from files go to the device by way of their host images, so that the first sleep finds those made.
 
     Blocks while it reads. ModelError for models that cannot run here and for files that do not fit; DeviceMemoryError when the
     pools cannot grow.
     """
     weights_pool, runtime_pool = memory.pool(WEIGHTS_TAG, policy="host"), memory.pool(RUNTIME_TAG, policy="host")
     device_type = "cpu" if memory.device.driver == "host" else memory.device.driver
-    backend = get_backend(config.attention_backend, device_type)
+    backend = get_backend(config.attention_backend, device_type, deterministic=config.deterministic)
     dtype = choose_dtype(config.dtype, _stored_dtype(resolved), on_cpu=device_type == "cpu")
     module = build_skeleton(resolved, dtype, config.trust_remote_code)
-    if device_type == "cpu" and dtype == torch.float32 and is_amd():
+    fused = _fuses(config.fused_layers, module, device_type)
+    if config.deterministic and not (fused and device_type == "cuda"):
+        raise ConfigurationError(
+            "deterministic needs a GPU and a model whose layers are fused (Llama, Mistral, Qwen2, Qwen3)",
+            setting="deterministic",
+            value=True,
+        )
+    if device_type == "cpu" and dtype == torch.float32 and is_amd() and not fused:
         use_few_tokens_linear(module)
     if resolved.checkpoint is not None:
         check_size(module, resolved.checkpoint.num_elements, resolved.path / "config.json")
     geometry = probe(module, resolved)
     with torch.no_grad():
-        weights = place_tensors(module, dtype, weights_pool, runtime_pool)
+        weights = place_tensors(module, dtype, weights_pool, runtime_pool, merged_names(module) if fused else ())
         source = choose_source(resolved, module, weights)
         compute_buffers(module)
-        source.fill(weights)
+        _fill(source, weights, memory if through_images and source.from_files else None)
     geometry = geometry or probe(module, resolved)
     if geometry is None:
         raise ModelError(f"{resolved.path}: the model's attention could not be probed", path=str(resolved.path))
-    return LoadedModel(resolved, module, source, weights, geometry, backend)
+    decoder = FusedDecoder(module, geometry.layers, deterministic=config.deterministic) if fused else None
+    return LoadedModel(resolved, module, source, weights, geometry, backend, decoder)
+
+
+def _fill(source: WeightSource, weights: dict[str, torch.Tensor], images: Memory | None) -> None:
+    if images is None:
+        source.fill(weights)
+        return
+    with images.load_through_images(list(weights.values())) as staging:
+        source.fill(dict(zip(weights, staging, strict=True)))
+
+
+def _fuses(setting: str, module: Any, device_type: str) -> bool:
+    """``auto`` is on a GPU, for the models that have such layers."""
+    if setting not in FUSED_LAYERS:
+        raise ConfigurationError(
+            f"fused_layers {setting!r} is not known; known: {', '.join(FUSED_LAYERS)}", setting="fused_layers", value=setting
+        )
+    wanted = device_type == "cuda" if setting == "auto" else setting == "on"
+    return wanted and fuse(module)
 
 
 def _stored_dtype(resolved: ResolvedModel) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,21 +18,26 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 256  # of tensors in pools
 
 
-def place_tensors(model: Any, dtype: torch.dtype, weights: Pool, runtime: Pool) -> dict[str, torch.Tensor]:
+def place_tensors(
+    model: Any, dtype: torch.dtype, weights: Pool, runtime: Pool, merged: Sequence[tuple[str, ...]] = ()
+) -> dict[str, torch.Tensor]:
     """Give every parameter and buffer of ``model`` its memory; content is undefined. Tensors that were one stay one (tied
-    weights).
+    weights). Parameters of one group in ``merged`` lie one after another, as the rows of one tensor.
 
     Returns what a weight source has to fill, by its first name in the state dict.
     """
     in_float32 = _float32_pattern(model, dtype)
     weights.reserve(_reserved_bytes(model))
-    placed: dict[int, Any] = {}
+    placed = _place_merged(model, weights, merged)
     to_fill: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
     for name, module, leaf, parameter in _parameters(model):
         tensor = placed.get(id(parameter))
         if tensor is None:
             kind = torch.float32 if in_float32 is not None and in_float32.search(name) else parameter.dtype
             tensor = placed[id(parameter)] = nn.Parameter(weights.empty(parameter.shape, kind), requires_grad=False)
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
+            known.add(id(tensor))
             to_fill[name] = tensor.data
         module._parameters[leaf] = tensor
     for name, module, leaf, buffer in _buffers(model):
@@ -44,6 +49,19 @@ def place_tensors(model: Any, dtype: torch.dtype, weights: Pool, runtime: Pool) 
                 to_fill[name] = tensor
         module._buffers[leaf] = tensor
     return to_fill
+
+
+def _place_merged(model: Any, weights: Pool, groups: Sequence[tuple[str, ...]]) -> dict[int, Any]:
+    """By the id of the parameter that it stands for."""
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if groups else {}
+    placed: dict[int, Any] = {}
+    for group in groups:
+        parts = [parameters[name] for name in group]
+        rows = [len(part) for part in parts]
+        whole = weights.empty((sum(rows), *parts[0].shape[1:]), parts[0].dtype)
+        for part, place in zip(parts, torch.split(whole, rows), strict=True):
+            placed[id(part)] = nn.Parameter(place, requires_grad=False)
+    return placed
 
 
 def compute_buffers(model: Any) -> None:

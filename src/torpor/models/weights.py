@@ -23,6 +23,8 @@ _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # older checkpoints carry th
 
 
 class WeightSource(Protocol):
+    from_files: bool  # what it reads passes through host memory
+
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Write every target, in place. Keys are names of the model's state dict; tied tensors appear once. ModelError when one
         cannot be filled, or when the source is not what it was when the model was resolved."""
@@ -45,6 +47,8 @@ def choose_source(resolved: ResolvedModel, model: Any, names: Iterable[str]) -> 
 class CheckpointWeights:
     """Safetensors whose tensors are the model's own: read straight into place."""
 
+    from_files = True
+
     def __init__(self, resolved: ResolvedModel, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._unchanged = _Unchanged(resolved, checkpoint)
@@ -56,6 +60,8 @@ class CheckpointWeights:
 
 class ConvertedWeights:
     """Safetensors that transformers renames, splits or merges on the way: loaded whole into host memory, then copied."""
+
+    from_files = True
 
     def __init__(self, resolved: ResolvedModel, checkpoint: Checkpoint, model: Any) -> None:
         self._resolved = resolved
@@ -92,7 +98,9 @@ class ConvertedWeights:
 
 
 class RandomWeights:
-    """What the model's own initialisation makes of a fixed seed: the same bytes every time."""
+    """What the model's own initialisation makes of a fixed seed on the device: the same bytes every time."""
+
+    from_files = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -100,7 +108,8 @@ class RandomWeights:
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         for target in targets.values():
             target.fill_(float("nan") if target.is_floating_point() else 0)
-        with torch.random.fork_rng(devices=[]):
+        device = next(iter(targets.values())).device
+        with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
             torch.manual_seed(_RANDOM_SEED)
             initialise(self._model)
         for name, target in targets.items():

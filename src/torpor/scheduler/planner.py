@@ -58,7 +58,7 @@ class Planner:
 
     def plan(self, number: int, *, admit: bool) -> list[ScheduledSequence]:
         """The sequences of step ``number``; with ``admit``, waiting requests may begin."""
-        step = Step(number, self._config.max_num_batched_tokens)
+        step = Step(number, self._config.token_budget)
         for seq in self._add_decodes(step):
             if step.budget and seq.state is RequestState.RUNNING:
                 step.add(seq)
@@ -104,7 +104,7 @@ class Planner:
 
         Whoever was preempted in this very step does not: its blocks just sufficed for it, and somebody else has one of them."""
         queues = self._queues
-        while queues.num_seats_taken < self._config.max_num_seqs:
+        while queues.num_seats_taken < self._config.seats:
             if queues.preempted:
                 seq = queues.preempted[0]
             elif admit and queues.waiting:

@@ -96,8 +96,8 @@ class FakeWorker:
         return self._memory
 
     @property
-    def threads(self) -> int:
-        return 1
+    def facts(self) -> dict[str, str]:
+        return {"threads": "1"}
 
     @property
     def kv_spec(self) -> KVCacheSpec:
@@ -135,6 +135,9 @@ class FakeWorker:
         self.kv_caches = {"layers.0": pool.zeros((2, num_blocks, self._block_size, 1, 2), dtype=torch.float32)}
         self.block_tables = self._memory.pool("runtime", policy="host").zeros((num_blocks,), dtype=torch.int64)
         return self._spec
+
+    def warm_up(self, progress: Callable[[str, float], None]) -> None:
+        progress("warming up", 1.0)
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
         self.connector = connector
