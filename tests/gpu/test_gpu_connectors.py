@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "unit")]
 
 from connector_pairs import held_read  # noqa: E402
-from kv_child import Child, ChildError  # noqa: E402
+from kv_child import SPARES, Child, ChildError  # noqa: E402
 from test_connectors_processes import (  # noqa: E402, F401  the same story, told here by engines on a GPU
     test_an_owner_that_is_stopped_in_the_middle_costs_one_load,
     test_either_side_and_both_sleep_and_every_byte_is_right_afterwards,
@@ -101,6 +101,13 @@ def meet(connector: str, folder: Path) -> Meeting:
 def gpu() -> None:
     if DRIVER == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def spares() -> Iterator[None]:
+    SPARES.keep(4 if torch.cuda.is_available() else 0)
+    yield
+    SPARES.keep(0)
 
 
 @pytest.fixture
@@ -198,11 +205,12 @@ def test_a_hand_off_is_published_when_its_kv_is_written(ipc: Meeting, monkeypatc
     """The step that wrote it may still be on its way on some stream when the scheduler hands it off."""
     p, d = ipc.here("P", "producer"), ipc.child("D", "consumer")
     d.wait_until_up()
-    stream = torch.cuda.Stream()
+    stream, kept = torch.cuda.Stream(), []
 
     def write_behind(block: int, content: bytes) -> None:
         raw = torch.frombuffer(bytearray(content), dtype=torch.uint8).cuda().view(torch.bfloat16)
-        torch.cuda.synchronize()
+        kept.append(raw)
+        torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)  # some 50 ms
             for index, tensor in enumerate(p.kv_caches.values()):
