@@ -5,8 +5,8 @@
 
 A load moves blocks of a size, half of the owner's cache in random order, into random blocks of the reader's. Beside it, in the
 same round, one copy of as many bytes in one piece: the most that the memory, or the link between two GPUs, gives. ``ipc`` always;
-``nixl`` where it is installed, with a sixteenth of the bytes: it may be a hundred times slower. What arrived is compared to the
-bit.
+``nixl`` where it is installed, with the first size only and a sixteenth of the bytes: it may be a hundred times slower. What
+arrived is compared to the bit.
 
 GB/s are of bytes that arrive; within one GPU its memory moves twice as many.
 """
@@ -195,7 +195,8 @@ def main() -> None:
     owner = Owner()
     for way, ordinals in ways.items():
         for connector in connectors:
-            for block_bytes in map(int, args.sizes.split(",")):
+            sizes = [int(size) for size in args.sizes.split(",")]
+            for block_bytes in sizes if connector == "ipc" else sizes[:1]:
                 load_bytes = (args.mib << 20) // (1 if connector == "ipc" else 16)
                 found = measure(owner, connector, block_bytes, load_bytes, ordinals, args)
                 results.setdefault(way, {}).setdefault(connector, {})[str(block_bytes)] = found
