@@ -355,6 +355,18 @@ def test_p4_a_late_read_over_nixl_kills_nobody(tmp_path: Path, liar: threading.E
         assert d.has(B, HERE)
 
 
+def test_an_owner_whose_nixl_registration_does_not_follow_dies(tmp_path: Path) -> None:
+    unfollowed = "torpor.testing.unfollowed:UnfollowedNixl"
+    with contextlib.closing(meet("nixl", tmp_path)) as meeting:
+        p = meeting.child("P", "producer", kind=unfollowed)
+        d = meeting.child("D", "consumer", kind=unfollowed, extra={"read_timeout_s": 5.0})
+        assert d.call("load", "q", A, p.call("prefill", "r", A, THERE), HERE) == "recving"
+        late = p.call("prefill", "late", B, THERE)
+        p.call("sleep")
+        assert d.call("load", "late", B, late, HERE) == "failed"
+        assert p.death(10) == -signal.SIGSEGV
+
+
 def test_p1_an_old_epoch_is_not_read(meeting: Meeting) -> None:
     p, d = meeting.child("P", "producer"), meeting.child("D", "consumer")
     late = p.call("prefill", "late", A, THERE)
