@@ -31,7 +31,6 @@ from test_connectors_processes import (  # noqa: E402, F401  the same story, tol
     test_p5_an_owner_that_is_killed_costs_its_readers_a_load,
 )
 
-from torpor._native import Device  # noqa: E402
 from torpor.connectors import ConnectorConfig, wire  # noqa: E402
 from torpor.connectors.base import LoadRequest  # noqa: E402
 from torpor.connectors.link import Link  # noqa: E402
@@ -39,7 +38,7 @@ from torpor.connectors.loads import Load  # noqa: E402
 from torpor.connectors.transport import BlockRead  # noqa: E402
 from torpor.errors import StaleEpochError, TorporError  # noqa: E402
 from torpor.kvcache.types import KVCacheSpec  # noqa: E402
-from torpor.memory import Memory, MemoryConfig  # noqa: E402
+from torpor.memory import MemoryConfig  # noqa: E402
 from torpor.testing.kv_engine import KVEngine, expected  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -462,40 +461,3 @@ def test_bytes_are_held_twice_when_registrations_do_not_follow(ipc: Meeting) -> 
     assert d.call("load", "s", B, p.call("prefill", "s", B, THERE), HERE) == "recving"
     assert not d.call("has", B, HERE)
     assert d.call("has", A, HERE), "the bytes from before the sleep"
-
-
-# ---- imports ------------------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_no_extent_cannot_be_imported() -> None:
-    with contextlib.closing(Device.open(DRIVER)) as device:
-        fd = os.memfd_create("not an extent")
-        os.ftruncate(fd, device.granularity)
-        try:
-            with pytest.raises(TorporError):
-                device.import_extents([fd], [device.granularity])
-        finally:
-            os.close(fd)
-        assert device.stats().live_imports == 0
-
-
-def test_an_import_outlives_what_its_owner_does(tmp_path: Path) -> None:
-    """The fact that all this rests on: the owner unmaps, the importer reads the old bytes and keeps them from the device."""
-    nbytes = 256 << 20
-    with Memory(MemoryConfig(**on())) as owner, contextlib.closing(Device.open(DRIVER)) as reader:
-        pool = owner.pool("kv_cache", policy="discard", exportable=True)
-        tensor = pool.empty((nbytes,), torch.uint8).fill_(7)
-        torch.cuda.synchronize()
-        with owner.exports("kv_cache") as exported:
-            (region,) = exported.regions
-            imported = reader.import_extents(region.fds, region.extents)
-        target = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-        before = used_bytes()
-        owner.sleep()
-        assert abs(used_bytes() - before) < SLACK_BYTES // 8
-        reader.copy("device", [(target.data_ptr(), imported.address, nbytes)])
-        imported.close()
-        assert before - used_bytes() >= nbytes
-        assert bool((target == 7).all())
-        owner.wake()
-        del tensor
