@@ -1,4 +1,4 @@
-"""Device memory of one process in another: what an import is worth, and what it costs. The bytes of the device are everybody's."""
+"""Device memory of one process in another: what an import is worth, and what it costs. Bytes of the device are everybody's."""
 
 from __future__ import annotations
 
