@@ -31,19 +31,21 @@ from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import MemoryConfig
 from torpor.testing.kv_engine import KVEngine
 
-LAYERS, BLOCK_SIZE, HEAD_DIM = 8, 16, 128
+BLOCK_SIZE, HEAD_DIM = 16, 128
+TOKEN_BYTES = 128 << 10  # of all layers: as a model of 8 billion parameters has
 GOAL_NVLINK = 300.0  # GB/s
 GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
 WAIT_S = 60.0
 
 
 def spec_of(block_bytes: int, load_bytes: int) -> KVCacheSpec:
-    """Twice as many blocks as one load moves, of 16 bf16 tokens."""
+    """Twice as many blocks as one load moves, of 16 bf16 tokens. Fewer layers where blocks are larger: a token is as large."""
     heads = block_bytes // (BLOCK_SIZE * HEAD_DIM * 2)
+    layers = max(1, BLOCK_SIZE * TOKEN_BYTES // (2 * block_bytes))
     return KVCacheSpec(
         model_id="transfer@1",
-        num_layers=LAYERS,
-        num_blocks=2 * max(1, load_bytes // (2 * LAYERS * block_bytes)),
+        num_layers=layers,
+        num_blocks=2 * max(1, load_bytes // (2 * layers * block_bytes)),
         block_size=BLOCK_SIZE,
         num_kv_heads=heads,
         head_dim=HEAD_DIM,
