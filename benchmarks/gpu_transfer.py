@@ -5,8 +5,8 @@
 
 A load moves blocks of a size, half of the owner's cache in random order, into random blocks of the reader's. Beside it, in the
 same round, one copy of as many bytes in one piece: the most that the memory, or the link between two GPUs, gives. ``ipc`` always;
-``nixl`` where it is installed, with a sixteenth of the bytes: it may be a hundred times slower. What arrived is compared to the
-bit.
+``nixl`` where it is installed, with the first size only and a sixteenth of the bytes: it may be a hundred times slower. What
+arrived is compared to the bit.
 
 GB/s are of bytes that arrive; within one GPU its memory moves twice as many.
 """
@@ -31,19 +31,21 @@ from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import MemoryConfig
 from torpor.testing.kv_engine import KVEngine
 
-LAYERS, BLOCK_SIZE, HEAD_DIM = 8, 16, 128
+BLOCK_SIZE, HEAD_DIM = 16, 128
+TOKEN_BYTES = 128 << 10  # of all layers: as a model of 8 billion parameters has
 GOAL_NVLINK = 300.0  # GB/s
 GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
 WAIT_S = 60.0
 
 
 def spec_of(block_bytes: int, load_bytes: int) -> KVCacheSpec:
-    """Twice as many blocks as one load moves, of 16 bf16 tokens."""
+    """Twice as many blocks as one load moves, of 16 bf16 tokens. Fewer layers where blocks are larger: a token is as large."""
     heads = block_bytes // (BLOCK_SIZE * HEAD_DIM * 2)
+    layers = max(1, BLOCK_SIZE * TOKEN_BYTES // (2 * block_bytes))
     return KVCacheSpec(
         model_id="transfer@1",
-        num_layers=LAYERS,
-        num_blocks=2 * max(1, load_bytes // (2 * LAYERS * block_bytes)),
+        num_layers=layers,
+        num_blocks=2 * max(1, load_bytes // (2 * layers * block_bytes)),
         block_size=BLOCK_SIZE,
         num_kv_heads=heads,
         head_dim=HEAD_DIM,
@@ -62,42 +64,65 @@ def fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
 
 
-def own(pipe: Connection, connector: str, spec: KVCacheSpec, memory: MemoryConfig, folder: str) -> None:
-    """The owner's process: hands off what it is asked for."""
-    with engine_of("P", "producer", connector, spec, memory, folder) as engine:
-        for seed, tensor in enumerate(engine.kv_caches.values()):
-            fill(tensor, seed)
-        pipe.send("up")
-        while (asked := pipe.recv()) is not None:
-            pipe.send(engine.hand_off(*asked))
+def own(pipe: Connection) -> None:
+    """The owner's process: one engine after another, each hands off what it is asked for."""
+    pipe.send("up")
+    while (settings := pipe.recv()) is not None:
+        with engine_of("P", "producer", *settings) as engine:
+            for seed, tensor in enumerate(engine.kv_caches.values()):
+                fill(tensor, seed)
+            pipe.send("up")
+            while (asked := pipe.recv()) is not None:
+                pipe.send(engine.hand_off(*asked))
+        pipe.send("down")
+
+
+class Owner:
+    """A process of its own, for all transfers."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=own, args=(theirs,), daemon=True)
+        self._process.start()
+        self._answer()
+
+    def ask(self, what: Any) -> Any:
+        self._pipe.send(what)
+        return self._answer()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(WAIT_S)
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(WAIT_S):
+            raise SystemExit("the owner's process does not answer")
+        return self._pipe.recv()
 
 
 class Transfer:
-    """An owner in a process of its own and a reader in this one."""
+    """An engine in the owner's process and a reader in this one."""
 
-    def __init__(self, connector: str, spec: KVCacheSpec, owner: MemoryConfig, reader: MemoryConfig) -> None:
+    def __init__(self, owner: Owner, connector: str, spec: KVCacheSpec, theirs: MemoryConfig, ours: MemoryConfig) -> None:
         self.spec = spec
         self.nbytes = spec.num_blocks // 2 * spec.block_bytes * 2 * spec.num_layers
         self._stack = ExitStack()
         self._rng = random.Random(0)
         self._number = 0
+        self._owner = owner
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torpor-transfer-"))
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=own, args=(theirs, connector, spec, owner, folder), daemon=True)
-        self._process.start()
-        self.engine = self._stack.enter_context(engine_of("D", "consumer", connector, spec, reader, folder))
-        self._answer()
-        one, two = (_scratch(self.nbytes, config) for config in (owner, reader))
-        self._copy = (one, two)
+        owner.ask((connector, spec, theirs, folder))
+        self._stack.callback(owner.ask, None)
+        self.engine = self._stack.enter_context(engine_of("D", "consumer", connector, spec, ours, folder))
+        self._copy = tuple(_scratch(self.nbytes, config) for config in (theirs, ours))
 
     def load(self) -> float:
         """GB/s of one load."""
         self._number += 1
         there, here = self._scattered(), self._scattered()
         prompt = [self._number, *range(len(there) * BLOCK_SIZE - 1)]
-        self._pipe.send((f"r{self._number}", prompt, there))
-        params = self._answer()
+        params = self._owner.ask((f"r{self._number}", prompt, there))
         request, begun = f"q{self._number}", time.perf_counter()
         self.engine.begin_load(request, prompt, params, here)
         finished = self.engine.wait(request, WAIT_S, poll_s=0.0001)
@@ -129,16 +154,9 @@ class Transfer:
     def close(self) -> None:
         self._copy = ()
         self._stack.close()
-        self._pipe.send(None)
-        self._process.join(WAIT_S)
 
     def _scattered(self) -> list[int]:
         return self._rng.sample(range(self.spec.num_blocks), self.spec.num_blocks // 2)
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(WAIT_S):
-            raise SystemExit("the owner's process does not answer")
-        return self._pipe.recv()
 
 
 def _scratch(nbytes: int, config: MemoryConfig) -> torch.Tensor:
@@ -151,9 +169,11 @@ def _synchronize(*tensors: torch.Tensor) -> None:
             torch.cuda.synchronize(tensor.device)
 
 
-def measure(connector: str, block_bytes: int, load_bytes: int, ordinals: Sequence[int], args: Any) -> dict[str, Any]:
-    owner, reader = (MemoryConfig(driver=args.driver, device=ordinal, extent_bytes=1 << 30) for ordinal in ordinals)
-    transfer = Transfer(connector, spec_of(block_bytes, load_bytes), owner, reader)
+def measure(
+    owner: Owner, connector: str, block_bytes: int, load_bytes: int, ordinals: Sequence[int], args: Any
+) -> dict[str, Any]:
+    theirs, ours = (MemoryConfig(driver=args.driver, device=ordinal, extent_bytes=1 << 30) for ordinal in ordinals)
+    transfer = Transfer(owner, connector, spec_of(block_bytes, load_bytes), theirs, ours)
     try:
         found = common.interleaved({"load": transfer.load, "copy": transfer.copy}, args.rounds, warmup=2)
         same = transfer.verify()
@@ -174,11 +194,13 @@ def main() -> None:
     connectors = ["ipc"] + (["nixl"] if importlib.util.find_spec("nixl_cu13") else [])
     results: dict[str, Any] = {"gpus": [torch.cuda.get_device_name(i) for i in range(gpus)]}
     goals, rows = {}, []
+    owner = Owner()
     for way, ordinals in ways.items():
         for connector in connectors:
-            for block_bytes in map(int, args.sizes.split(",")):
+            sizes = [int(size) for size in args.sizes.split(",")]
+            for block_bytes in sizes if connector == "ipc" else sizes[:1]:
                 load_bytes = (args.mib << 20) // (1 if connector == "ipc" else 16)
-                found = measure(connector, block_bytes, load_bytes, ordinals, args)
+                found = measure(owner, connector, block_bytes, load_bytes, ordinals, args)
                 results.setdefault(way, {}).setdefault(connector, {})[str(block_bytes)] = found
                 rows.append([f"{way}, {connector}", block_bytes >> 10, found["load"], found["copy"], str(found["identical"])])
                 goals[f"{way}, {connector}, {block_bytes >> 10} KiB: to the bit"] = found["identical"]
@@ -187,6 +209,7 @@ def main() -> None:
                 if connector == "ipc" and way == "one GPU":
                     enough = found["load"].median >= GOAL_OF_COPY * found["copy"].median
                     goals[f"{way}, {block_bytes >> 10} KiB: {GOAL_OF_COPY} of the copy rate"] = enough
+    owner.close()
     run.table("GB/s, median (lowest-highest)", ["way", "block KiB", "load", "one copy", "identical"], rows)
     run.write(results, goals)
 

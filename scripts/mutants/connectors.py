@@ -140,6 +140,14 @@ MUTANTS = (
         "tests/unit/test_runner_worker.py::test_the_kv_cache_can_be_exported_exactly_when_there_is_a_connector",
     ),
     Mutant(
+        "p4-the-agent-stays-where-there-is-no-guard",
+        "src/torpor/connectors/nixl.py",
+        "        if self._unguarded:\n",
+        "        if False:\n",
+        "a late read of device memory kills the owner",
+        DEVICE_TESTS + "test_p4_where_there_is_no_guard_a_late_read_finds_no_agent",
+    ),
+    Mutant(
         "p2-a-lost-peer-is-not-looked-for-on-a-gpu",
         IPC,
         "else (self._fence.fd,)",

@@ -22,6 +22,41 @@ class ChildError(Exception):
     """What a call raised in the child: its type's name and message, and that of its cause."""
 
 
+class Spares:
+    """Interpreters that have imported all they need and wait to be told what to be: imports take most of a test's time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[subprocess.Popen[bytes]] = []
+        self._count = 0
+
+    def keep(self, count: int) -> None:
+        """From now on so many wait. 0: none, and those that do are ended."""
+        self._count = count
+        self._waiting += [self._start() for _ in range(count - len(self._waiting))]
+        while len(self._waiting) > count:
+            process = self._waiting.pop()
+            process.kill()
+            process.communicate()
+
+    def take(self) -> subprocess.Popen[bytes]:
+        process = self._waiting.pop(0) if self._waiting else self._start()
+        self.keep(self._count)
+        return process
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+SPARES = Spares()
+
+
 class Child:
     """Started by the constructor; the first call waits until it is up. Always close it; a context manager."""
 
@@ -41,15 +76,11 @@ class Child:
         fields: dict[str, Any] = {"withdraw_timeout_s": 5.0, "lease_heartbeat_s": 1.0} | settings
         fields["extra"] = options | fields.get("extra", {})
         config = {"connector": connector, "engine_id": engine_id, "role": role} | fields
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps({"config": config, "memory": memory, "spec": spec})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = SPARES.take()
         self._buffer = b""
         self._up = False
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"config": config, "memory": memory, "spec": spec}).encode() + b"\n")
 
     @property
     def pid(self) -> int:
@@ -130,11 +161,19 @@ def plain(value: Any) -> Any:
     return dataclasses.asdict(value) | {"held_bytes": value.held_bytes} if hasattr(value, "held_bytes") else value
 
 
-def serve(settings: dict[str, Any], out: Any) -> None:
+def serve(out: Any) -> None:
+    import torch
+
     from torpor.connectors import ConnectorConfig
     from torpor.kvcache.types import KVCacheSpec
     from torpor.memory import MemoryConfig
     from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
+
+    torch.cuda.is_available()  # loads the driver, takes no memory
+    line = sys.stdin.readline()
+    if not line:
+        return
+    settings = json.loads(line)
 
     def say(answer: dict[str, Any]) -> None:
         out.write(json.dumps(answer, default=str) + "\n")
@@ -164,4 +203,4 @@ if __name__ == "__main__":
     # Native libraries print to stdout; the answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(json.loads(sys.argv[1]), answers)
+    serve(answers)

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_pairs import A, Pairs
+from connector_pairs import A, B, Pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +24,11 @@ from torpor.connectors.doors import Credentials, start_time
 from torpor.connectors.fence import FencePage, FenceView
 from torpor.connectors.geometry import Geometry, Place
 from torpor.connectors.ipc import IpcRemote, IpcTransport
+from torpor.connectors.link import Link
 from torpor.connectors.nixl_probe import Probe
 from torpor.connectors.options import Options
 from torpor.connectors.pins import NoPins
+from torpor.connectors.transport import BlockRead
 from torpor.errors import DeviceError, HandshakeError, TransportError
 from torpor.kvcache.types import KVCacheSpec
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
@@ -200,6 +203,30 @@ def test_memory_of_another_driver_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.fields["setting"] == "memory_driver"
     transport.close()
     fence.close()
+
+
+# ---- a range without a guard ------------------------------------------------------------------------------------------------
+
+
+def test_p4_where_there_is_no_guard_a_late_read_finds_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP, as with device memory, the owner's agent copies for its readers: it must not be there when the memory is gone."""
+    pytest.importorskip("nixl_cu13")
+    monkeypatch.setattr(Link, "_let_go", lambda link: link._channel.send(wire.Withdrawn(epoch=str(link.epoch))))
+    monkeypatch.setattr(Link, "_drop", lambda link: None)
+    with contextlib.closing(Pairs("nixl", tmp_path)) as pairs:
+        p, d = pairs.pair(extra={"ucx_tls": "tcp"})
+        p.worker._transport._unguarded = True  # type: ignore[attr-defined]
+        assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+        link = next(iter(d.worker._reader._pullers.values()))._link  # type: ignore[attr-defined]
+        assert p.sleep().held_bytes == 0
+        late = BlockRead(
+            local=[4, 5, 6], remote=[1, 2, 3], writing=contextlib.nullcontext, stop=lambda: False, deadline=time.monotonic() + 5
+        )
+        with pytest.raises(TransportError):
+            link._remote.read(late, lambda: None)
+        p.wake()
+        assert d.load("s", B, p.prefill("s", B, [1, 2, 3]), [4, 5, 6]) == "recving"
+        assert d.has(B, [4, 5, 6])
 
 
 # ---- which way NIXL's bytes go ---------------------------------------------------------------------------------------------

@@ -126,8 +126,9 @@ class FencePage:
         os.close(self.fd)
 
     def _clear(self) -> None:
-        for slot in range(self.slots):
-            self._words[HEADER_WORDS + slot] = 0
+        """At once: a word that is half cleared is no lease's either, and one by one 65536 take 5 ms of a sleep."""
+        first, size = HEADER_WORDS * WORD_BYTES, self.slots * WORD_BYTES
+        self._map[first : first + size] = bytes(size)
 
 
 class FenceView:

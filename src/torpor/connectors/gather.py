@@ -32,11 +32,18 @@ class Lane:
     src_starts: Ids
 
     def pieces(self, local: Ids, remote: Ids, blocks: int) -> Iterator[tuple[Ids, Ids]]:
-        """(destination ids, source ids) of at most ``blocks`` blocks each, array by array, so that neighbours stay together."""
-        dst_ids = (self.dst_starts[:, None] + local).reshape(-1)
-        src_ids = (self.src_starts[:, None] + remote).reshape(-1)
-        for start in range(0, len(dst_ids), blocks):
-            yield dst_ids[start : start + blocks], src_ids[start : start + blocks]
+        """(destination ids, source ids) of at most ``blocks`` blocks each, array by array, so that neighbours stay together.
+        Valid until the next: they lie in one buffer, since the system takes longer to give memory than the sums take."""
+        if not len(local):
+            return
+        arrays = max(1, blocks // len(local))
+        buffer = np.empty((2, min(arrays, len(self.dst_starts)), len(local)), dtype=np.uint64)
+        for first in range(0, len(self.dst_starts), arrays):
+            dst, src = self.dst_starts[first : first + arrays, None], self.src_starts[first : first + arrays, None]
+            dst_ids = np.add(dst, local, out=buffer[0, : len(dst)]).reshape(-1)
+            src_ids = np.add(src, remote, out=buffer[1, : len(src)]).reshape(-1)
+            for start in range(0, len(dst_ids), blocks):
+                yield dst_ids[start : start + blocks], src_ids[start : start + blocks]
 
 
 def lanes(ours: Geometry, theirs: Geometry) -> list[Lane]:

@@ -59,6 +59,8 @@ class NixlTransport(Transport):
         self._agent: Agent | None = None
         self._memory: Memory  # from open() on
         self._geometry: Geometry
+        self._fence: FencePage
+        self._unguarded = False  # while asleep the KV cache's range is a hole
         self._registration: Any = None
         self._door: TcpDoor | None = None
         self._lock = threading.Lock()
@@ -72,12 +74,12 @@ class NixlTransport(Transport):
         return f"NIXL, UCX {chosen}" + (f": {self._probe}" if self._probe is not None else "")
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
-        self._geometry, self._memory = geometry, memory
+        self._geometry, self._memory, self._fence = geometry, memory, fence
+        self._unguarded = memory.device.driver != "host"
         if self._config.role != "producer":
             self._spare = self._new_station()
         if self._config.role != "consumer":
-            self._agent = Agent(self._agent_name, serves=True, tls=self._options.ucx_tls)
-            self._agent.register([(fence.address, fence.nbytes)], "DRAM", 0)
+            self._agent = self._new_agent()
         self._measure()
 
     def _measure(self) -> None:
@@ -94,8 +96,8 @@ class NixlTransport(Transport):
             logger.info("%s", self.path)
 
     def publish(self) -> Publication:
-        assert self._agent is not None
         self.unpublish()
+        self._agent = self._agent or self._new_agent()
         kind, device = self._kind()
         ranges = list(zip(self._geometry.bases, self._geometry.sizes, strict=True))
         self._registration = self._agent.register(ranges, kind, device)
@@ -108,9 +110,15 @@ class NixlTransport(Transport):
         return Publication(extents=tuple((size,) for size in self._geometry.sizes), blob=blob)
 
     def unpublish(self) -> None:
-        if self._registration is not None and self._agent is not None:
-            self._agent.deregister(self._registration)
+        """Device memory has no guard (P4): its agent goes with the registration. UCX emulates one-sided reads inside this process
+        and takes addresses that CUDA does not know any more for the host's, so a late read would end it by SIGSEGV."""
+        if self._registration is None or self._agent is None:
+            return
+        self._agent.deregister(self._registration)
         self._registration = None
+        if self._unguarded:
+            self._agent.close()
+            self._agent = None
 
     def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
         with self._lock:
@@ -124,6 +132,12 @@ class NixlTransport(Transport):
 
     def _kind(self) -> tuple[str, int]:
         return memory_kind(self._memory.device.driver, self._memory.config.device)
+
+    def _new_agent(self) -> Agent:
+        """That owns: peers read our fence, and what is registered later."""
+        agent = Agent(f"{self._agent_name}-{next(self._numbers)}", serves=True, tls=self._options.ucx_tls)
+        agent.register([(self._fence.address, self._fence.nbytes)], "DRAM", 0)
+        return agent
 
     def _new_station(self) -> Station:
         kind, device = self._kind()

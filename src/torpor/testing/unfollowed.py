@@ -5,21 +5,26 @@ Never use them for anything else.
 So a sleep unmaps pages that a peer still has, and the peer goes on reading them. With ``ipc`` the peer's loads succeed with what
 the pages held before the sleep, and the memory is held twice after the wake. With ``nixl`` over TCP UCX reads inside the owner's
 process: a late read touches the hole where the KV cache was, and the owner dies by SIGSEGV. That takes a pool without its guard
-(P4).
+(P4). Over device memory UCX reads inside the owner whatever it is told, with the same end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.fence import FencePage
+from torpor.connectors.geometry import Geometry
 from torpor.connectors.ipc import IpcConnector, IpcTransport
 from torpor.connectors.nixl import NixlConnector, NixlTransport
 from torpor.connectors.options import Options
 from torpor.connectors.worker import PullWorker
 from torpor.kvcache.types import KVCacheSpec
+
+if TYPE_CHECKING:
+    from torpor.memory import Memory
 
 
 class UnfollowedWorker(PullWorker):
@@ -41,14 +46,19 @@ class UnfollowedIpc(IpcConnector):
         return UnfollowedWorker(config, spec, IpcTransport(config, options), options)
 
 
-class UnfollowedNixl(NixlConnector):
-    """Over TCP unless ``ucx_tls`` says otherwise: that is where the owner's process does the copying."""
+class OwnerReads(NixlTransport):
+    """Host memory goes over TCP unless ``ucx_tls`` says otherwise: that is where the owner's process does the copying."""
 
+    def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
+        if self._options.ucx_tls is None and memory.device.driver == "host":
+            self._options = dataclasses.replace(self._options, ucx_tls="tcp")
+        super().open(geometry, memory, fence)
+
+
+class UnfollowedNixl(NixlConnector):
     guarded: ClassVar[bool] = False
 
     @classmethod
     def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
         options = Options.of(config, known={"ucx_tls", "staging_bytes"})
-        if options.ucx_tls is None:
-            options = dataclasses.replace(options, ucx_tls="tcp")
-        return UnfollowedWorker(config, spec, NixlTransport(config, options), options)
+        return UnfollowedWorker(config, spec, OwnerReads(config, options), options)
