@@ -78,6 +78,14 @@ def test_every_benchmark_of_a_gpu_is_a_part_and_only_chooses_by_name(on_gpu: dic
         on_gpu["parts"].chosen(parts, "sleeep")
 
 
+def test_without_a_model_the_demo_takes_a_random_one(on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    asked = on_gpu["options"]()
+    assert on_gpu["place"].model_for_demo(asked.model, system_python=False) == "builtin:smollm2-135m"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert on_gpu["place"].model_for_demo(asked.model, system_python=True) == "random"
+
+
 def test_a_model_in_pieces_is_joined(on_gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu["place"], "ROOT", tmp_path)
     pieces = tmp_path / "pieces"
