@@ -7,8 +7,8 @@ Each in a process of its own, on the GPU that CUDA shows first:
 
     link             one copy of the weights' bytes each way, from and to page-locked memory in huge pages
     pin_memory       torch's page-locked host memory for the weights' bytes
-    tms              torch-memory-saver, weights with a backup in host memory that every sleep makes anew
-    tms retain       the same, the backup kept: a later sleep copies nothing, and does not look whether it should
+    tms              torch-memory-saver, weights with a backup in host memory that it takes anew for every sleep
+    tms retain       the same, that memory kept: every sleep copies all of the weights into it
     tms no backup    only when asked for by --cases: weights dropped, the floor of its unmapping and mapping
 
 A later sleep is the median of those after the first. A wake maps and restores the weights, and maps the KV cache after that, its
@@ -44,6 +44,12 @@ GIB, MIB = 1 << 30, 1 << 20
 HUGE = 2 * MIB
 WEIGHT_BYTES, KV_BYTES = 256 * MIB, GIB  # of one tensor
 MADV_POPULATE_WRITE = 23
+COMPARED = (
+    ("first_sleep_s", "first sleep"),
+    ("later_sleep_s", "clean sleep"),  # a peer copies, whether anything has changed or not
+    ("later_sleep_s", "changed sleep"),
+    ("wake_s", "wake at once"),
+)
 LAST_CASE_S = 25.0  # the one that runs when the time is up may end
 CASES = ("link", "tms retain", "tms", "pin_memory")
 
@@ -277,7 +283,7 @@ def against_torpor(results: dict[str, Any], ours: dict[str, Any]) -> Iterator[co
     once, as it does here."""
     same_sizes = (results["weights_gib"], results["kv_gib"]) == (ours["main"]["weights_gib"], ours["main"]["kv_gib"])
     for peer in ("tms", "tms_retain") if same_sizes else ():
-        for what, case in (("first_sleep_s", "first sleep"), ("later_sleep_s", "clean sleep"), ("wake_s", "wake at once")):
+        for what, case in COMPARED:
             if peer in results and case in ours["main"]["seconds"]:
                 own, theirs = ours["main"]["seconds"][case]["median"], results[peer][what]
                 limit = theirs.median if isinstance(theirs, common.Samples) else theirs
