@@ -33,15 +33,15 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def all_parts(out: Path, model: str, quick: bool) -> list[Part]:
-    """In the order they run."""
-    marks = "gpu and not slow" if quick else "gpu"
+def all_parts(out: Path, model: str, *, quick: bool, slow: bool) -> list[Part]:
+    """In the order they run. ``slow``: with the slow tests, without a limit of their own."""
+    marks = "gpu" if slow else "gpu and not slow"
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
     scripts = sorted((ROOT / "benchmarks").glob("gpu_*.py"), key=lambda path: _rank(_short(path)))
     pytest = ("-m", "pytest", "-m", marks, "tests/gpu", "-q", "--durations", "5", "-p", "no:cacheprovider")
     model_on_gpu = ("--model", model, "--memory-driver", "cuda")
     return [
-        Part("tests", pytest, _limit("tests", quick)),
+        Part("tests", pytest, float("inf") if slow else _limit("tests", quick)),
         *(Part(_short(p), (f"benchmarks/{p.name}", *flags), _limit(_short(p), quick), p.stem) for p in scripts),
         Part("demo", ("benchmarks/demo.py", *model_on_gpu, *flags), _limit("demo", quick), "demo"),
         Part(

@@ -70,7 +70,7 @@ def test_goals_come_from_the_figures_of_this_run(on_gpu: dict[str, Any], tmp_pat
 
 
 def test_every_benchmark_of_a_gpu_is_a_part_and_only_chooses_by_name(on_gpu: dict[str, Any], tmp_path: Path) -> None:
-    parts = on_gpu["parts"].all_parts(tmp_path, "random", quick=True)
+    parts = on_gpu["parts"].all_parts(tmp_path, "random", quick=True, slow=False)
     benchmarks = {path.stem.removeprefix("gpu_") for path in (SCRIPTS.parents[1] / "benchmarks").glob("gpu_*.py")}
     assert {part.name for part in parts} == benchmarks | {"tests", "demo", "unfollowed"}
     assert [part.name for part in on_gpu["parts"].chosen(parts, "demo, tests")] == ["tests", "demo"]
