@@ -1,6 +1,8 @@
 // Copies and hashes of the cuda driver: the link kept full, and everything checked beside it.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,7 +15,7 @@ namespace torpor::cuda {
 
 class Copies {
  public:
-  explicit Copies(const Context &context) : context_(context), lanes_(context) {}
+  Copies(const Context &context, HostLocks &locks) : context_(context), locks_(locks), lanes_(context) {}
   Copies(const Copies &) = delete;
   Copies &operator=(const Copies &) = delete;
   ~Copies();
@@ -28,13 +30,15 @@ class Copies {
  private:
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
-  void hash_by_kernel(const Kernels &kernels, const HashItem *chunks, uint64_t count);
+  void start(tp_copy_kind kind, tp_span span, CUstream stream);
+  bool can_pull(const tp_span &span);
+  void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
-  void copy_blocks_by_kernel(const Kernels &kernels, const BlockCopies &blocks);
   void restore(const std::vector<CheckedCopy> &chunks, const Meanwhile &meanwhile);
   void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
 
   const Context &context_;
+  HostLocks &locks_;
   Lanes lanes_;
   std::mutex mutex_;  // of the next two
   bool asked_ = false;

@@ -17,7 +17,7 @@ using namespace cuda;
 
 class CudaDriver final : public Driver {
  public:
-  explicit CudaDriver(int32_t ordinal) : context_(ordinal), copies_(context_) {
+  explicit CudaDriver(int32_t ordinal) : context_(ordinal), copies_(context_, locks_) {
     if (context_.attribute(kAttributeVmm) == 0) throw Error::unsupported("the CUDA device has no virtual memory management");
     exports_ = context_.attribute(kAttributePosixFd) != 0;
     rdma_ = context_.attribute(kAttributeRdmaVmm) != 0;
@@ -151,8 +151,8 @@ class CudaDriver final : public Driver {
 
   const Table &cu_ = table();
   Context context_;
-  Copies copies_;
   HostLocks locks_;
+  Copies copies_;
   bool exports_ = false;
   bool rdma_ = false;
   uint64_t granularity_ = 0;

@@ -75,6 +75,28 @@ void HostLocks::unlock(Range range) {
   }
 }
 
+Address HostLocks::border_after(Address at) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto next = pieces_.upper_bound(at);
+  if (next != pieces_.begin()) {
+    const auto &[start, bytes] = *std::prev(next);
+    if (at < start + bytes) return start + bytes;
+  }
+  return next == pieces_.end() ? UINT64_MAX : next->first;
+}
+
+bool HostLocks::locked(Range range) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  auto piece = pieces_.upper_bound(range.address);
+  if (piece == pieces_.begin()) return false;
+  Address reached = range.address;
+  for (--piece; piece != pieces_.end() && piece->first <= reached && reached < range.end(); ++piece) {
+    if (piece->first + piece->second <= reached) return false;
+    reached = piece->first + piece->second;
+  }
+  return reached >= range.end();
+}
+
 Event::Event() { check(table().cuEventCreate(&event_, kEventBlockingSync | kEventDisableTiming), TP_OP_COPY, "cuEventCreate"); }
 Event::~Event() {
   if (event_ != nullptr) table().cuEventDestroy_v2(event_);

@@ -41,6 +41,10 @@ class HostLocks {
  public:
   void lock(Range range);    // all or nothing
   void unlock(Range range);  // what a piece has outside the range is locked again
+  // One copy may not cross the border of two locks: where the lock that `at` lies in ends, or where the next one begins.
+  Address border_after(Address at);
+  bool locked(Range range);
+
  private:
   void lock_pieces(Range range);
   void drop(Address address);

@@ -19,7 +19,11 @@ constexpr unsigned kThreads = 256;  // of cuda_kernels.cu
 constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
 constexpr uint64_t kVectorBytes = 16;
 constexpr uint64_t kCopyPieceVectors = 1024;
-constexpr uint32_t kBlocksPerProcessor = 5;  // what the registers of torpor_copy_blocks allow
+constexpr uint32_t kBlocksPerProcessor = 4;  // what the registers of torpor_copy_blocks allow
+#ifndef TORPOR_PULL_BLOCKS
+#define TORPOR_PULL_BLOCKS 32
+#endif
+constexpr unsigned kPullBlocks = TORPOR_PULL_BLOCKS;  // of threads: enough in flight for any link, and little of the device
 
 uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
 
@@ -66,7 +70,8 @@ Kernels::Kernels(const Context &context) {
   processors_ = static_cast<uint32_t>(std::max(context.attribute(kAttributeProcessors), 1));
   check(cu.cuModuleLoadData(&module_, image.data()), kNoOp, "cuModuleLoadData");
   const CUresult found[] = {cu.cuModuleGetFunction(&sum_, module_, "torpor_sum"),
-                            cu.cuModuleGetFunction(&copy_, module_, "torpor_copy_blocks")};
+                            cu.cuModuleGetFunction(&copy_, module_, "torpor_copy_blocks"),
+                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull")};
   for (const CUresult result : found) {
     if (result == kSuccess) continue;
     cu.cuModuleUnload(module_);
@@ -98,6 +103,13 @@ void Kernels::copy(const BlockCopies &list, CUstream stream) const {
   const auto blocks = static_cast<unsigned>(std::min<uint64_t>(pieces, processors_ * kBlocksPerProcessor));
   void *arguments[] = {&job};
   check(table().cuLaunchKernel(copy_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY, "cuLaunchKernel");
+}
+
+void Kernels::pull(const tp_span &span, CUstream stream) const {
+  uint64_t dst = span.dst, src = span.src, vectors = span.bytes / kVectorBytes;
+  void *arguments[] = {&dst, &src, &vectors};
+  check(table().cuLaunchKernel(pull_, kPullBlocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY,
+        "cuLaunchKernel");
 }
 
 }  // namespace torpor::cuda

@@ -146,21 +146,23 @@ __device__ PiecePlace place_of(const BlockCopy &job, u64 number) {
           static_cast<u32>(left < job.piece ? left : job.piece)};
 }
 
-// What thread `thread` of kThreads copies of `count` pieces.
+// What thread `thread` of kThreads copies of `count` pieces: 32 threads have one at a time.
 __device__ void thread_copy(const BlockCopy &job, const PiecePlace *places, u32 count, u32 thread) {
-  constexpr u32 kDeep = 4;
-  const u32 piece = static_cast<u32>(job.piece), all = count * piece;
-  for (u32 first = thread; first < all; first += kDeep * kThreads) {
-    Word2 words[kDeep];
+  constexpr u32 kDeep = 8, kWarp = 32;
+  for (u32 which = thread / kWarp; which < count; which += kThreads / kWarp) {
+    const PiecePlace place = places[which];
+    const Word2 *from = job.src + place.src;
+    Word2 *to = job.dst + place.dst;
+    for (u32 first = thread % kWarp; first < place.size; first += kDeep * kWarp) {
+      Word2 words[kDeep];
 #pragma unroll
-    for (u32 k = 0; k < kDeep; ++k) {
-      const u32 at = first + k * kThreads, which = at / piece, offset = at % piece;
-      if (at < all && offset < places[which].size) words[k] = load_once(job.src + places[which].src + offset);
-    }
+      for (u32 k = 0; k < kDeep; ++k) {
+        if (first + k * kWarp < place.size) words[k] = load_once(from + first + k * kWarp);
+      }
 #pragma unroll
-    for (u32 k = 0; k < kDeep; ++k) {
-      const u32 at = first + k * kThreads, which = at / piece, offset = at % piece;
-      if (at < all && offset < places[which].size) job.dst[places[which].dst + offset] = words[k];
+      for (u32 k = 0; k < kDeep; ++k) {
+        if (first + k * kWarp < place.size) to[first + k * kWarp] = words[k];
+      }
     }
   }
 }
@@ -177,5 +179,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) torpor_copy_blocks(BlockC
     __syncthreads();
     thread_copy(job, places, count, threadIdx.x);
   }
+}
+#endif
+
+// ---- one long stretch, read from host memory -----------------------------------------------------------------------------------
+
+// What thread `thread` of `threads` copies.
+__device__ void thread_pull(Word2 *dst, const Word2 *src, u64 vectors, u64 thread, u64 threads) {
+  constexpr u32 kDeep = 8;
+  for (u64 first = thread; first < vectors; first += kDeep * threads) {
+    Word2 words[kDeep];
+#pragma unroll
+    for (u32 k = 0; k < kDeep; ++k) {
+      if (first + k * threads < vectors) words[k] = load_once(src + first + k * threads);
+    }
+#pragma unroll
+    for (u32 k = 0; k < kDeep; ++k) {
+      if (first + k * threads < vectors) dst[first + k * threads] = words[k];
+    }
+  }
+}
+
+#ifdef __CUDACC__
+extern "C" __global__ void __launch_bounds__(kThreads) torpor_pull(Word2 *dst, const Word2 *src, u64 vectors) {
+  thread_pull(dst, src, vectors, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
 }
 #endif

@@ -45,10 +45,12 @@ class Kernels {
   void sum(const SumTable &table, uint64_t first, uint64_t last, CUstream stream) const;
   static bool can_copy(const BlockCopies &blocks);  // addresses and sizes in multiples of 16 bytes
   void copy(const BlockCopies &blocks, CUstream stream) const;  // the ids in page-locked memory
+  // Copies from page-locked memory, which the device reads; addresses and bytes in multiples of 16.
+  void pull(const tp_span &span, CUstream stream) const;
 
  private:
   CUmodule module_ = nullptr;
-  CUfunction sum_ = nullptr, copy_ = nullptr;
+  CUfunction sum_ = nullptr, copy_ = nullptr, pull_ = nullptr;
   uint32_t processors_ = 1;
 };
 

@@ -302,17 +302,16 @@ def test_m10_freeing_and_allocating_while_asleep(memory: Memory) -> None:
 
 def test_a_hundred_cycles_leave_device_and_host_bytes_as_they_were(memory: Memory, device: Device) -> None:
     a, kv = filled(memory, "a", 64 * MIB), filled(memory, "kv_cache", 64 * MIB, policy="discard")
-    memory.sleep()
-    memory.wake()
-    before = device.free_bytes(), memory.stats().host_committed_bytes, resident_kib()
-    for number in range(100):
+    for number in range(105):
+        if number == 5:  # PyTorch has its own memory by now
+            before = device.free_bytes(), memory.stats().host_committed_bytes, resident_kib()
         memory.mark_valid("kv_cache")
         a[number * 1000] += 1
         memory.sleep()
         memory.wake()
     assert (device.free_bytes(), memory.stats().host_committed_bytes) == before[:2]
     assert resident_kib() - before[2] < 16 * KIB
-    a[: 100 * 1000 : 1000] -= 1
+    a[: 105 * 1000 : 1000] -= 1
     assert is_filled(a)
     assert kv.numel()
 

@@ -225,6 +225,27 @@ TEST(chunks_of_several_regions_go_in_one_call) {
   world.close();
 }
 
+// The driver page-locks each commit for itself, and no copy may cross the border of two.
+TEST(chunks_go_to_images_that_were_committed_in_parts) {
+  World world;
+  OK(tp_arena_decommit(world.arena, 0, (world.bytes + 4095) / 4096 * 4096, &err));
+  for (uint64_t offset = 0; offset < world.bytes; offset += 3 * kChunk) {
+    OK(tp_arena_commit(world.arena, offset, std::min(3 * kChunk, world.bytes - offset), 1, &err));
+  }
+  CHECK_EQ(world.saved_now(), world.count);
+  CHECK(world.held() == world.content);
+  fixture::unmap({world.region});
+  fixture::map({world.region});
+  CHECK_EQ(world.restore(), TP_OK);
+  CHECK(world.copied == world.known);
+  const Bytes other = pattern(world.bytes, 11);
+  const tp_span span{world.image, world.address, world.bytes};
+  world.device.write(world.address, other);
+  OK(tp_copy(world.device.handle, TP_COPY_TO_HOST, &span, 1, 2, &err));
+  CHECK(world.held() == other);
+  world.close();
+}
+
 TEST(chunks_hash_path_is_said) {
   fixture::Device device;
   char text[64] = {};

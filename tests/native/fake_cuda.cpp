@@ -278,9 +278,20 @@ FAKE CUresult cuMemFreeHost(void *at) {
 
 namespace {
 
+// A copy may touch one page-locked range or none.
+bool crosses_locks(const void *host, size_t bytes) {
+  const auto start = reinterpret_cast<CUdeviceptr>(host), end = start + bytes;
+  for (const auto &[at, size] : registered) {
+    if (at < end && at + size > start && (start < at || end > at + size)) return true;
+  }
+  return false;
+}
+
 CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool dst_device, bool src_device) {
   {
     Lock lock(mutex);
+    if (!dst_device && crosses_locks(dst, bytes)) return bad(kInvalid);
+    if (!src_device && crosses_locks(src, bytes)) return bad(kInvalid);
     if (dst_device && !accessible(reinterpret_cast<CUdeviceptr>(dst), bytes)) return bad(kInvalid);
     if (src_device && !accessible(reinterpret_cast<CUdeviceptr>(src), bytes)) return bad(kInvalid);
     if (!streams.count(stream)) return bad(kInvalidHandle);

@@ -41,10 +41,18 @@ void run_copy_blocks(unsigned, unsigned threads, void **arguments) {
   }
 }
 
+void run_pull(unsigned blocks, unsigned threads, void **arguments) {
+  auto *dst = argument<Word2 *>(arguments, 0);
+  const auto *src = argument<const Word2 *>(arguments, 1);
+  const u64 all = u64{blocks} * threads;
+  for (u64 thread = 0; thread < all; ++thread) thread_pull(dst, src, argument<u64>(arguments, 2), thread, all);
+}
+
 }  // namespace
 
 FakeKernel fake_kernel(const char *name) {
   if (std::strcmp(name, "torpor_sum") == 0) return run_sum;
   if (std::strcmp(name, "torpor_copy_blocks") == 0) return run_copy_blocks;
+  if (std::strcmp(name, "torpor_pull") == 0) return run_pull;
   return nullptr;
 }

@@ -9,6 +9,10 @@ DriverName = str  # "host", "cuda"
 
 PAGE_BYTES = 4096
 
+BY_DRIVER = -1
+EXTENT_BYTES = {"host": 64 << 20, "cuda": 512 << 20}
+"""A GPU takes the longer the more pieces there are, and for very large ones too; a processor takes several at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
@@ -16,12 +20,14 @@ class MemoryConfig:
 
     driver: DriverName = "host"
     device: int = 0
-    extent_bytes: int = 64 << 20  # size of one physical piece; rounded up to the driver's granularity
+    extent_bytes: int = BY_DRIVER  # size of one physical piece; rounded up to the driver's granularity
     chunk_bytes: int = 2 << 20  # what one content hash covers (M7)
     host_limit_bytes: int | None = None  # cap on host images; None: what the machine and its cgroup have free
     copy_threads: int | None = None  # None: the cores this process may use, at most 8
 
     def __post_init__(self) -> None:
+        if self.extent_bytes == BY_DRIVER:
+            object.__setattr__(self, "extent_bytes", EXTENT_BYTES.get(self.driver, EXTENT_BYTES["host"]))
         _check(self.device >= 0, "device", self.device, "must be 0 or more")
         _check(self.extent_bytes > 0, "extent_bytes", self.extent_bytes, "must be more than 0")
         whole_pages = self.chunk_bytes > 0 and self.chunk_bytes % PAGE_BYTES == 0
