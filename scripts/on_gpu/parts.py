@@ -19,6 +19,7 @@ LIMITS_S = {
 }
 OTHER_LIMIT_S = 90
 ORDER = ("sleep", "peers", "engine", "transfer", "attention")  # figures that are compared are measured side by side
+ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
 QUICK_SHARE = 0.5
 
 
@@ -53,12 +54,12 @@ def all_parts(out: Path, model: str, *, quick: bool, slow: bool) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], only: str) -> list[Part]:
-    """Those named in ``only``, separated by commas; all when it is empty. SystemExit for a name that is none."""
+    """Those named in ``only``, separated by commas; when it is empty, all but those on request. SystemExit for a name of none."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"scripts/gpu: no part is called {', '.join(unknown)}; there are {', '.join(known)}")
-    return [part for part in parts if not names or part.name in names]
+    return [part for part in parts if (part.name in names if names else part.name not in ON_REQUEST)]
 
 
 def _short(path: Path) -> str:

@@ -74,6 +74,8 @@ def test_every_benchmark_of_a_gpu_is_a_part_and_only_chooses_by_name(on_gpu: dic
     benchmarks = {path.stem.removeprefix("gpu_") for path in (SCRIPTS.parents[1] / "benchmarks").glob("gpu_*.py")}
     assert {part.name for part in parts} == benchmarks | {"tests", "demo", "unfollowed"}
     assert [part.name for part in on_gpu["parts"].chosen(parts, "demo, tests")] == ["tests", "demo"]
+    asked_for = {part.name for part in parts} - {part.name for part in on_gpu["parts"].chosen(parts, "")}
+    assert asked_for == on_gpu["parts"].ON_REQUEST & benchmarks
     with pytest.raises(SystemExit, match="sleeep"):
         on_gpu["parts"].chosen(parts, "sleeep")
 
