@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -73,11 +74,11 @@ def commit() -> str:
     over ``src`` and ``csrc``."""
     if told := os.environ.get("TORPOR_COMMIT"):
         return told
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "src", "csrc") else "")
-    except (OSError, subprocess.SubprocessError):
-        return f"source-{source_hash()}"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        top, head = _git("rev-parse", "--show-toplevel", "--short=12", "HEAD").splitlines()
+        if Path(top).resolve() == ROOT:  # not a copy that lies inside another checkout
+            return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "src", "csrc") else "")
+    return f"source-{source_hash()}"
 
 
 def source_hash() -> str:

@@ -24,12 +24,11 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="parts, separated by commas: tests, demo, or a benchmark (sleep, peers, engine ...)"
     )
-    parser.add_argument("--quick", action="store_true", help="short runs: no slow tests, benchmarks with --quick")
+    parser.add_argument("--quick", action="store_true", help="short benchmarks")
+    parser.add_argument("--slow", action="store_true", help="the slow tests too; give them --minutes")
     parser.add_argument("--strict", action="store_true", help="a goal that is missed fails the run too")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together; what is left then is not started")
-    parser.add_argument(
-        "--model", default="builtin:smollm2-135m", help="for the demo; a folder with NAME.gguf.part* files is joined"
-    )
+    parser.add_argument("--model", default="auto", help="for the demo; a folder with NAME.gguf.part* files is joined")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "measurements", help="folder for <device>.json")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu", help="folder for what the parts print")
     parser.add_argument("--system-python", action="store_true", help="use this python3 and its packages, not .venv")
@@ -42,7 +41,9 @@ def main() -> int:
     began = time.monotonic()
     out, logs = asked.out.resolve(), asked.logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    parts = chosen(all_parts(out, model_for_demo(asked.model, asked.system_python), asked.quick), asked.only)
+    parts = chosen(
+        all_parts(out, model_for_demo(asked.model, asked.system_python), quick=asked.quick, slow=asked.slow), asked.only
+    )
     try:
         place = set_up(asked.system_python, asked.wheels.resolve() if asked.wheels else None)
     except SetUpError as error:

@@ -19,6 +19,7 @@ LIMITS_S = {
 }
 OTHER_LIMIT_S = 90
 ORDER = ("sleep", "peers", "engine", "transfer", "attention")  # figures that are compared are measured side by side
+ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
 QUICK_SHARE = 0.5
 
 
@@ -33,15 +34,15 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def all_parts(out: Path, model: str, quick: bool) -> list[Part]:
-    """In the order they run."""
-    marks = "gpu and not slow" if quick else "gpu"
+def all_parts(out: Path, model: str, *, quick: bool, slow: bool) -> list[Part]:
+    """In the order they run. ``slow``: with the slow tests, without a limit of their own."""
+    marks = "gpu" if slow else "gpu and not slow"
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
     scripts = sorted((ROOT / "benchmarks").glob("gpu_*.py"), key=lambda path: _rank(_short(path)))
     pytest = ("-m", "pytest", "-m", marks, "tests/gpu", "-q", "--durations", "5", "-p", "no:cacheprovider")
     model_on_gpu = ("--model", model, "--memory-driver", "cuda")
     return [
-        Part("tests", pytest, _limit("tests", quick)),
+        Part("tests", pytest, float("inf") if slow else _limit("tests", quick)),
         *(Part(_short(p), (f"benchmarks/{p.name}", *flags), _limit(_short(p), quick), p.stem) for p in scripts),
         Part("demo", ("benchmarks/demo.py", *model_on_gpu, *flags), _limit("demo", quick), "demo"),
         Part(
@@ -53,12 +54,12 @@ def all_parts(out: Path, model: str, quick: bool) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], only: str) -> list[Part]:
-    """Those named in ``only``, separated by commas; all when it is empty. SystemExit for a name that is none."""
+    """Those named in ``only``, separated by commas; when it is empty, all but those on request. SystemExit for a name of none."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"scripts/gpu: no part is called {', '.join(unknown)}; there are {', '.join(known)}")
-    return [part for part in parts if not names or part.name in names]
+    return [part for part in parts if (part.name in names if names else part.name not in ON_REQUEST)]
 
 
 def _short(path: Path) -> str:

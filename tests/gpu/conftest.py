@@ -16,8 +16,8 @@ import pytest
 from torpor._native import Device
 from torpor.memory import Memory, MemoryConfig
 
-SLACK_BYTES = 64 << 20
-"""Libraries load kernels and take workspaces on the way; a region that leaks is larger."""
+SLACK_BYTES = 256 << 20
+"""Libraries load kernels and take workspaces on the way: torch takes 92 MiB for its first. What pools have is counted exactly."""
 LEAKED: list[Memory] = []
 """Kept until the end: what their finalizers have to say would fall upon another test."""
 LEFTOVERS = ("live_regions", "live_extents", "live_imports", "live_arenas", "mapped_bytes", "condemned_bytes", "committed_bytes")

@@ -70,12 +70,22 @@ def test_goals_come_from_the_figures_of_this_run(on_gpu: dict[str, Any], tmp_pat
 
 
 def test_every_benchmark_of_a_gpu_is_a_part_and_only_chooses_by_name(on_gpu: dict[str, Any], tmp_path: Path) -> None:
-    parts = on_gpu["parts"].all_parts(tmp_path, "random", quick=True)
+    parts = on_gpu["parts"].all_parts(tmp_path, "random", quick=True, slow=False)
     benchmarks = {path.stem.removeprefix("gpu_") for path in (SCRIPTS.parents[1] / "benchmarks").glob("gpu_*.py")}
     assert {part.name for part in parts} == benchmarks | {"tests", "demo", "unfollowed"}
     assert [part.name for part in on_gpu["parts"].chosen(parts, "demo, tests")] == ["tests", "demo"]
+    asked_for = {part.name for part in parts} - {part.name for part in on_gpu["parts"].chosen(parts, "")}
+    assert asked_for == on_gpu["parts"].ON_REQUEST & benchmarks
     with pytest.raises(SystemExit, match="sleeep"):
         on_gpu["parts"].chosen(parts, "sleeep")
+
+
+def test_without_a_model_the_demo_takes_a_random_one(on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    asked = on_gpu["options"]()
+    assert on_gpu["place"].model_for_demo(asked.model, system_python=False) == "builtin:smollm2-135m"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert on_gpu["place"].model_for_demo(asked.model, system_python=True) == "random"
 
 
 def test_a_model_in_pieces_is_joined(on_gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
