@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "e2-level-2-keeps-the-weights",
         PLAN,
-        '2: {"weights": "discard", "runtime": "host", "kv_cache": "discard"},',
-        '2: {"weights": "host", "runtime": "host", "kv_cache": "discard"},',
+        '2: {"weights": "discard", "runtime": "host", "kv_cache": "discard", "cuda_graph": "discard"},',
+        '2: {"weights": "host", "runtime": "host", "kv_cache": "discard", "cuda_graph": "discard"},',
         "level 2 takes host memory",
         SLEEP_TESTS + "test_e2_a_level_unmaps_every_pool_and_the_wake_gives_the_same_answers",
     ),
