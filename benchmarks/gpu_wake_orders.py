@@ -45,7 +45,8 @@ class Scene:
         ids = np.arange(self.weights.nbytes // CHUNK, dtype=np.uint64)
         self.device.copy_blocks(self.weights.address, self.image, CHUNK, ids, ids)
 
-    def restore(self, meanwhile: Callable[[], object] | None) -> None:
+    def wake(self, *regions: Region) -> None:
+        """Maps them, and restores the weights beside that."""
         count = self.weights.nbytes // CHUNK
         numbers = [np.zeros(count, dtype=np.uint64) for _ in range(3)]
         image = ChunkImage(
@@ -58,7 +59,7 @@ class Scene:
             source=numbers[1],
             checked=numbers[2],
         )
-        self.device.restore_chunks([image], CHUNK, THREADS, meanwhile)
+        self.device.wake(regions, [image], CHUNK, THREADS)
 
     def map(self, *regions: Region) -> None:
         self.device.map(regions)
@@ -113,17 +114,16 @@ def kernel_cache_beside(scene: Scene) -> None:
 
 
 def checked(scene: Scene) -> None:
-    scene.map(scene.weights)
-    scene.restore(lambda: scene.map(scene.cache))
+    scene.wake(scene.weights, scene.cache)
 
 
 def checked_all_first(scene: Scene) -> None:
     scene.map(scene.weights, scene.cache)
-    scene.restore(None)
+    scene.wake()
 
 
 ORDERS: dict[str, Callable[[Scene], None]] = {
-    "torpor: cache late; kernel and copy engine; checked": checked,
+    "torpor: copies from the first extent on, checked": checked,
     "the same, all memory first": checked_all_first,
     "copy engine, all memory first": all_first,
     "copy engine, cache beside the copies": cache_beside,

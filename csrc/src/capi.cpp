@@ -313,13 +313,18 @@ TORPOR_API tp_status tp_save(tp_device *device, const tp_image *images, uint64_t
 }
 
 TORPOR_API tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads,
-                                tp_meanwhile meanwhile, void *argument, tp_error *err) {
+                                tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
-    const auto call = [&] {
-      if (meanwhile(argument) != 0) throw Error::state("what was to be done while copies ran has failed");
-    };
-    device->device->restore({image_list(images, n), chunk_bytes}, threads, meanwhile != nullptr ? torpor::Meanwhile(call) : nullptr);
+    device->device->restore({image_list(images, n), chunk_bytes}, threads);
+  });
+}
+
+TORPOR_API tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m,
+                             uint64_t chunk_bytes, uint32_t threads, tp_error *err) {
+  return guarded(err, [&] {
+    require("device", device);
+    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads);
   });
 }
 

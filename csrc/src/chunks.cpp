@@ -88,9 +88,9 @@ void save_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t
   parallel_for(chunks.size(), threads, [&](uint64_t k) { save_chunk(driver, chunks[k], streak); });
 }
 
-void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Meanwhile &meanwhile) {
+void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Beside &beside) {
   if (driver.chunk_by_chunk() || chunks.empty()) {
-    if (meanwhile) meanwhile();
+    if (beside.work) beside.work();
     return parallel_for(chunks.size(), threads, [&](uint64_t k) {
       driver.copy_hashed(TP_COPY_TO_DEVICE, to_device(chunks[k]));
       hash_on_device(driver, chunks[k], chunks[k].image->checked + chunks[k].index);
@@ -99,7 +99,7 @@ void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint3
   std::vector<CheckedCopy> copies;
   copies.reserve(chunks.size());
   for (const ImageChunk &chunk : chunks) copies.push_back({to_device(chunk), chunk.image->checked + chunk.index});
-  driver.copy_checked(TP_COPY_TO_DEVICE, copies, threads, meanwhile);
+  driver.copy_checked(TP_COPY_TO_DEVICE, copies, threads, beside);
 }
 
 }  // namespace torpor

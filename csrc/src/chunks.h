@@ -28,6 +28,6 @@ struct ImageChunk {
 std::vector<ImageChunk> wanted_chunks(const Images &images);
 
 void save_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads);
-void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Meanwhile &meanwhile);
+void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Beside &beside);
 
 }  // namespace torpor

@@ -23,24 +23,28 @@ class Copies {
   // What Driver promises of each.
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
   void copy_blocks(const BlockCopies &blocks, uint32_t threads);
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Meanwhile &meanwhile);
+  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
   void hash(const std::vector<HashItem> &chunks, uint32_t threads);
   std::string hash_path();
+  // The device clears released memory, with its copy engines.
+  void note_released(uint64_t bytes);
 
  private:
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
+  bool clearing() const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
-  void restore(const std::vector<CheckedCopy> &chunks, const Meanwhile &meanwhile);
+  void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
   void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
 
   const Context &context_;
   HostLocks &locks_;
   Lanes lanes_;
-  std::mutex mutex_;  // of the next two
+  std::atomic<int64_t> cleared_ns_{0};  // when what was released will have been cleared, as the steady clock counts
+  std::mutex mutex_;                    // of the next three
   bool asked_ = false;
   std::unique_ptr<Kernels> kernels_;
   std::string why_staged_;

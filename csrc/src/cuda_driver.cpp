@@ -71,6 +71,7 @@ class CudaDriver final : public Driver {
   void release(const Physical &physical) override {
     const Context::Scope scope(context_, TP_OP_RELEASE);
     check(cu_.cuMemRelease(physical.handle), TP_OP_RELEASE, "cuMemRelease");
+    copies_.note_released(physical.bytes);
   }
 
   void map(Address address, const Physical &physical, bool) override {
@@ -116,8 +117,8 @@ class CudaDriver final : public Driver {
   bool chunk_by_chunk() const override { return false; }
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override { copies_.copy(kind, spans, threads); }
   void copy_blocks(const BlockCopies &blocks, uint32_t threads) override { copies_.copy_blocks(blocks, threads); }
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Meanwhile &meanwhile) override {
-    copies_.copy_checked(kind, chunks, threads, meanwhile);
+  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
+    copies_.copy_checked(kind, chunks, threads, beside);
   }
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { copies_.hash(chunks, threads); }
   std::string hash_path() override { return copies_.hash_path(); }

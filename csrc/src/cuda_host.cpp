@@ -97,7 +97,10 @@ bool HostLocks::locked(Range range) {
   return reached >= range.end();
 }
 
-Event::Event() { check(table().cuEventCreate(&event_, kEventBlockingSync | kEventDisableTiming), TP_OP_COPY, "cuEventCreate"); }
+Event::Event(bool spin) {
+  const unsigned flags = kEventDisableTiming | (spin ? 0 : kEventBlockingSync);
+  check(table().cuEventCreate(&event_, flags), TP_OP_COPY, "cuEventCreate");
+}
 Event::~Event() {
   if (event_ != nullptr) table().cuEventDestroy_v2(event_);
 }

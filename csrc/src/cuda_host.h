@@ -61,10 +61,11 @@ struct Lane {
   uint64_t buffer_bytes = 0;
 };
 
-// Marks a point of a stream; waiting for it leaves the processor to others.
+// Marks a point of a stream.
 class Event {
  public:
-  Event();  // needs a current context
+  // Needs a current context. spin: waiting is exact to the microsecond and takes a processor; else it leaves that to others.
+  explicit Event(bool spin);
   Event(const Event &) = delete;
   Event(Event &&other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
   Event &operator=(const Event &) = delete;

@@ -1,10 +1,14 @@
 #include "device.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <iterator>
+#include <map>
 
 #include "cuda_driver.h"
 #include "hash.h"
 #include "host_driver.h"
+#include "region.h"
 
 namespace torpor {
 namespace {
@@ -37,15 +41,70 @@ Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint
   return range;
 }
 
-// Pins the memory of both sides, one stretch of neighbours after the other.
-void pin(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+// Pins the memory of one side, one stretch of neighbours after the other.
+template <typename Side>
+void pin_side(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks, const Side &side) {
   for (size_t first = 0, last = 0; first < chunks.size(); first = last) {
     uint64_t bytes = chunks[first].bytes;
     for (last = first + 1; last < chunks.size() && chunks[last].follows(chunks[last - 1]); ++last) bytes += chunks[last].bytes;
-    pins.add({chunks[first].device(), bytes});
-    pins.add({chunks[first].host(), bytes});
+    pins.add({side(chunks[first]), bytes});
   }
 }
+
+void pin_device(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_side(pins, chunks, [](const ImageChunk &chunk) { return chunk.device(); });
+}
+
+void pin_host(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_side(pins, chunks, [](const ImageChunk &chunk) { return chunk.host(); });
+}
+
+void pin(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
+  pin_device(pins, chunks);
+  pin_host(pins, chunks);
+}
+
+// Which part of the regions that a wake maps has memory already.
+class Dawn {
+ public:
+  void expect(Range range) { reached_[range.address] = {range.address, range.end()}; }
+  bool expects(Address at) const {
+    const auto next = reached_.upper_bound(at);
+    return next != reached_.begin() && at < std::prev(next)->second.end;
+  }
+  // A region has memory up to `end`.
+  void reach(Address end) {
+    change([&] { std::prev(reached_.lower_bound(end))->second.there = end; });
+  }
+  void fail() {
+    change([&] { failed_ = true; });
+  }
+  // False: it will not have memory.
+  bool wait(Range range) {
+    if (!expects(range.address)) return true;
+    std::unique_lock<std::mutex> guard(mutex_);
+    const Part &part = std::prev(reached_.upper_bound(range.address))->second;
+    changed_.wait(guard, [&] { return failed_ || part.there >= range.end(); });
+    return part.there >= range.end();
+  }
+
+ private:
+  struct Part {
+    Address there = 0, end = 0;
+  };
+  template <typename Change>
+  void change(const Change &body) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      body();
+    }
+    changed_.notify_all();
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Address, Part> reached_;  // by start; its keys stay
+  bool failed_ = false;
+};
 
 std::vector<ImageChunk> checked_chunks(const Images &images) {
   check_chunk_bytes(images.chunk_bytes);
@@ -148,11 +207,42 @@ void Device::save(const Images &images, uint32_t threads) {
   save_chunks(*driver_, chunks, std::max(threads, 1u));
 }
 
-void Device::restore(const Images &images, uint32_t threads, const Meanwhile &meanwhile) {
+void Device::restore(const Images &images, uint32_t threads) {
   const std::vector<ImageChunk> chunks = checked_chunks(images);
   AccessTable::Pins pins(access);
   pin(pins, chunks);
-  restore_chunks(*driver_, chunks, std::max(threads, 1u), meanwhile);
+  restore_chunks(*driver_, chunks, std::max(threads, 1u), {});
+}
+
+void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads) {
+  if (driver_->chunk_by_chunk()) {
+    map_regions(regions);
+    return restore(images, threads);
+  }
+  const std::vector<ImageChunk> chunks = checked_chunks(images);
+  AccessTable::Pins pins(access);
+  Dawn dawn;
+  for (Region *region : regions) {
+    if (!region->space.mapped()) dawn.expect(region->space.range());
+  }
+  const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
+  std::vector<ImageChunk> there;
+  std::copy_if(chunks.begin(), chunks.end(), std::back_inserter(there), [&](const auto &chunk) { return !expected(chunk); });
+  pin_device(pins, there);
+  pin_host(pins, chunks);
+  Rising rising(regions);
+  Beside beside;
+  beside.ready = [&](Range range) { return dawn.wait(range); };
+  beside.work = [&] {
+    try {
+      rising.run([&](Range range) { dawn.reach(range.end()); });
+      pin_device(pins, chunks);
+    } catch (...) {
+      dawn.fail();
+      throw;
+    }
+  };
+  restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
 }
 
 std::vector<tp_span> spans_of(const BlockCopies &blocks) {

@@ -20,6 +20,8 @@
 
 namespace torpor {
 
+class Region;
+
 class Device {
  public:
   Device(std::unique_ptr<Driver> driver, FaultDriver *faults)
@@ -40,7 +42,9 @@ class Device {
                    uint32_t threads);
   void hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads);
   void save(const Images &images, uint32_t threads);
-  void restore(const Images &images, uint32_t threads, const Meanwhile &meanwhile);
+  void restore(const Images &images, uint32_t threads);
+  // Maps the regions and restores the images, most of which lie in them.
+  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads);
 
   std::mutex structure;
   AccessTable access;

@@ -61,8 +61,11 @@ struct BlockCopies {
 // Runs of neighbours on both sides become one span.
 std::vector<tp_span> spans_of(const BlockCopies &blocks);
 
-// What the caller has to do while copies run; may be empty.
-using Meanwhile = std::function<void()>;
+// What goes on beside copies to the device. Either may be empty.
+struct Beside {
+  std::function<void()> work;        // called once, on the caller's thread; it may make the memory that is copied to
+  std::function<bool(Range)> ready;  // blocks until the range can be written; false: it never will
+};
 
 class Driver {
  public:
@@ -106,9 +109,9 @@ class Driver {
   virtual bool chunk_by_chunk() const = 0;
   // Copies on the caller's thread and gives the hash of the bytes that it read.
   virtual uint64_t copy_hashed(tp_copy_kind, const tp_span &) { throw Error::unsupported("this driver copies in batches"); }
-  // Copies every chunk and hashes it where it arrived, one step beside the other. `meanwhile` is called once, on this thread, late:
-  // what it asks of the device would slow the copies down. Whatever it throws leaves here once nothing is in flight.
-  virtual void copy_checked(tp_copy_kind, const std::vector<CheckedCopy> &, uint32_t, const Meanwhile &) {
+  // Copies every chunk and hashes it where it arrived, one step beside the other. What the work beside throws leaves here once
+  // nothing is in flight.
+  virtual void copy_checked(tp_copy_kind, const std::vector<CheckedCopy> &, uint32_t, const Beside &) {
     throw Error::unsupported("this driver copies chunk by chunk");
   }
   // Chunk hashes of device memory; hash.h has the definition.

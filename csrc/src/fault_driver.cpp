@@ -122,14 +122,14 @@ void FaultDriver::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
 
 // One copy, and one hash of it.
 void FaultDriver::copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads,
-                               const Meanwhile &meanwhile) {
+                               const Beside &beside) {
   try {
     check(TP_OP_COPY);
   } catch (const Error &) {
-    real_->copy_checked(kind, {chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(chunks.size() / 2)}, threads, {});
+    real_->copy_checked(kind, {chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(chunks.size() / 2)}, threads, beside);
     throw;
   }
-  real_->copy_checked(kind, chunks, threads, meanwhile);
+  real_->copy_checked(kind, chunks, threads, beside);
   try {
     check(TP_OP_HASH);
   } catch (const Error &) {

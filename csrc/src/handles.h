@@ -82,6 +82,9 @@ class Residence {
   template <typename Make>
   void create(const std::vector<uint64_t> &sizes, const Make &make);
   void map(bool writable);
+  // Instead of both: every extent is mapped before the next is created; usable(range) is called for each.
+  template <typename Make, typename Usable>
+  void create_mapped(const std::vector<uint64_t> &sizes, const Make &make, const Usable &usable);
   void unmap();  // throws, and is mapped as before, when the driver refuses
   // Releases what is unmapped; what fails is buried, and the first failure returned.
   std::exception_ptr release() noexcept;
@@ -109,6 +112,21 @@ void Residence::create(const std::vector<uint64_t> &sizes, const Make &make) {
     const auto absent = [](const Physical &physical) { return physical.bytes == 0; };
     extents_.erase(std::remove_if(extents_.begin(), extents_.end(), absent), extents_.end());
     throw;
+  }
+}
+
+template <typename Make, typename Usable>
+void Residence::create_mapped(const std::vector<uint64_t> &sizes, const Make &make, const Usable &usable) {
+  graveyard_.make_room(sizes.size());
+  failures_.resize(sizes.size());
+  extents_.reserve(sizes.size());
+  for (uint64_t i = 0; i < sizes.size(); ++i) {
+    extents_.push_back(make(i));
+    const Range range{range_.address + mapped_, sizes[i]};
+    driver_.map(range.address, extents_.back(), true);
+    mapped_ += sizes[i];
+    driver_.set_access(range, true);
+    usable(range);
   }
 }
 

@@ -28,12 +28,20 @@ namespace torpor {
 // One chunk, given in parts; every part but the last is a multiple of 8 bytes.
 class ChunkHash {
  public:
+  ChunkHash() = default;
+  // Begins in the middle, at a multiple of 8 bytes: only its sum says something then.
+  static ChunkHash from(uint64_t offset) noexcept {
+    ChunkHash hash;
+    hash.bytes_ = offset;
+    return hash;
+  }
   void add(const void *data, uint64_t bytes) noexcept;
   // A first part whose sum is known.
   void add_summed(uint64_t sum, uint64_t bytes) noexcept {
     sum_ += sum;
     bytes_ += bytes;
   }
+  uint64_t sum() const noexcept { return sum_; }
   uint64_t finish() const noexcept;
 
  private:

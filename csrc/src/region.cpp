@@ -41,27 +41,36 @@ void prepare(Region &region) {
   }
 }
 
-void map_locked(Device &device, const std::vector<Region *> &regions) {
+// Those without memory, and how much they need; more than the device has is refused here, where the driver can tell.
+std::vector<Region *> asleep_among(Device &device, const std::vector<Region *> &regions, uint64_t &bytes) {
   std::vector<Region *> asleep;
-  uint64_t bytes = 0;
   for (Region *region : regions) {
     prepare(*region);
     if (region->space.mapped()) continue;
     asleep.push_back(region);
     bytes += region->space.range().bytes;
   }
-  if (asleep.empty()) return;
-  device.driver().admit(bytes);
+  if (!asleep.empty()) device.driver().admit(bytes);
+  return asleep;
+}
+
+// What was created is back: says what the whole batch needs and what there is, not what the extent that failed did.
+[[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes) {
+  if (error.status != TP_DEVICE_MEMORY) throw error;
+  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes());
+  whole.code = error.code;
+  whole.message += " (" + error.message + ")";
+  throw whole;
+}
+
+void map_locked(Device &device, const std::vector<Region *> &regions) {
+  uint64_t bytes = 0;
+  const std::vector<Region *> asleep = asleep_among(device, regions, bytes);
   std::vector<std::unique_ptr<Residence>> staged;
   try {
     staged = create_all(device.driver(), asleep);
-  } catch (Error &error) {
-    if (error.status != TP_DEVICE_MEMORY) throw;
-    // What was created is back: say what the whole batch needs and what there is, not what the extent that failed did.
-    Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes());
-    whole.code = error.code;
-    whole.message += " (" + error.message + ")";
-    throw whole;
+  } catch (const Error &error) {
+    rethrow_of_batch(error, device, bytes);
   }
   for (auto &residence : staged) residence->map(true);
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged[i]));
@@ -114,6 +123,34 @@ void map_regions(const std::vector<Region *> &regions) {
   Lock lock(device.structure);
   device.retry_orphans();
   map_locked(device, regions);
+}
+
+Rising::~Rising() {
+  if (staged_.empty()) return;
+  Lock lock(regions_.front()->device().structure);
+  staged_.clear();
+}
+
+void Rising::run(const std::function<void(Range)> &usable) {
+  if (regions_.empty()) return;
+  Device &device = regions_.front()->device();
+  Lock lock(device.structure);
+  device.retry_orphans();
+  uint64_t bytes = 0;
+  const std::vector<Region *> asleep = asleep_among(device, regions_, bytes);
+  staged_.reserve(asleep.size());
+  try {
+    for (Region *region : asleep) {
+      const std::vector<uint64_t> sizes = extent_sizes(*region);
+      const auto make = [&](uint64_t i) { return device.driver().create(sizes[i], region->exportable, region->space.vacancy()); };
+      staged_.push_back(region->space.stage());
+      staged_.back()->create_mapped(sizes, make, usable);
+    }
+  } catch (const Error &error) {
+    rethrow_of_batch(error, device, bytes);
+  }
+  for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged_[i]));
+  staged_.clear();
 }
 
 std::exception_ptr unmap_regions(const std::vector<Region *> &regions, uint64_t &done) {

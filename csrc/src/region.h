@@ -1,6 +1,7 @@
 // Regions and imports, and the batches over regions.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -38,6 +39,21 @@ class Region {
 
 std::unique_ptr<Region> create_region(Device &device, const RegionOptions &options);
 void map_regions(const std::vector<Region *> &regions);
+// Regions that are mapped extent by extent, so that what has memory can be filled while the rest gets it. Dies with what was not
+// committed unmapped; nobody may use that any more then.
+class Rising {
+ public:
+  explicit Rising(const std::vector<Region *> &regions) : regions_(regions) {}
+  Rising(const Rising &) = delete;
+  Rising &operator=(const Rising &) = delete;
+  ~Rising();
+  // Maps them all and commits; usable(range) is called for each extent that can be written.
+  void run(const std::function<void(Range)> &usable);  // once
+
+ private:
+  std::vector<Region *> regions_;
+  std::vector<std::unique_ptr<Residence>> staged_;
+};
 // Returns the failure, if any; `done` is set in every case.
 std::exception_ptr unmap_regions(const std::vector<Region *> &regions, uint64_t &done);
 void destroy_region(std::unique_ptr<Region> &region);  // empties the pointer on success

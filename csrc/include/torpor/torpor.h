@@ -171,12 +171,13 @@ typedef struct tp_image {
  * hash of what is read there afterwards; valid[i] stays 0, also after a failure. On `host`, source[i] is then the hash of the very
  * bytes that were copied. */
 tp_status tp_save(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
-/* Called once, on the thread of the call that it was given to; anything but 0 makes that call fail with TP_STATE. */
-typedef int32_t (*tp_meanwhile)(void *argument);
-/* Copies the images' chunks to the device; checked[i] is the hash of what is read there afterwards. `meanwhile` (or NULL) may map
- * other regions of the device: on `cuda` it is called when most has been copied, as creating memory slows copies down, else first. */
-tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads,
-                     tp_meanwhile meanwhile, void *argument, tp_error *err);
+/* Copies the images' chunks to the device; checked[i] is the hash of what is read there afterwards. */
+tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
+/* tp_regions_map and tp_restore in one. On `cuda` both go on at once: what has memory is copied to while the rest gets it, in the order
+ * of the regions. A failure to create or map leaves every region as it was; after another failure they may be mapped, and their content
+ * is undefined: tp_regions_unmap them. */
+tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m, uint64_t chunk_bytes,
+                  uint32_t threads, tp_error *err);
 
 /* ---- host arenas --------------------------------------------------------------------------------------------------------- */
 /* Address space for host images; costs no memory until committed. */

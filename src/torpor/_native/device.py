@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from torpor.errors import ConfigurationError, TorporError
 
-from .library import MEANWHILE, TpDeviceStats, TpImage, call
+from .library import TpDeviceStats, TpImage, call
 from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
@@ -169,26 +168,20 @@ class Device(Owned):
         table = _image_table(images, chunk_bytes)
         call("tp_save", self.handle, table, len(table), chunk_bytes, threads)
 
-    def restore_chunks(
-        self,
-        images: Sequence[ChunkImage],
-        chunk_bytes: int,
-        threads: int = 1,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        """Copies ``wanted`` chunks from the images; ``checked`` becomes the hashes of what was read on the device afterwards.
+    def restore_chunks(self, images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+        """Copies ``wanted`` chunks from the images; ``checked`` becomes the hashes of what was read on the device afterwards."""
+        table = _image_table(images, chunk_bytes)
+        call("tp_restore", self.handle, table, len(table), chunk_bytes, threads)
 
-        ``meanwhile`` is called once, on this thread, and may map other regions: on ``cuda`` when most has been copied, else
-        first. What it raises is raised here, once nothing is being copied.
+    def wake(self, regions: Sequence[Region], images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+        """:meth:`map` and :meth:`restore_chunks` in one. On ``cuda`` both go on at once: what has memory is copied to while the
+        rest gets it, in the order of the regions.
+
+        A failure to create or map leaves every region as it was. After another failure they may be mapped, their content
+        undefined: :meth:`unmap` them.
         """
-        table, raised = _image_table(images, chunk_bytes), list[BaseException]()
-        callback = MEANWHILE() if meanwhile is None else MEANWHILE(functools.partial(_guarded, meanwhile, raised))
-        try:
-            call("tp_restore", self.handle, table, len(table), chunk_bytes, threads, callback, None)
-        except TorporError:
-            if raised:
-                raise raised[0] from None
-            raise
+        table = _image_table(images, chunk_bytes)
+        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads)
 
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
@@ -248,16 +241,6 @@ def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array
             setattr(entry, name, array.ctypes.data)
         entry.device_address, entry.host_address, entry.bytes = image.device_address, image.host_address, image.nbytes
     return table
-
-
-def _guarded(body: Callable[[], object], raised: list[BaseException], _argument: object) -> int:
-    """No exception may pass through the library."""
-    try:
-        body()
-    except BaseException as error:
-        raised.append(error)
-        return 1
-    return 0
 
 
 def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:

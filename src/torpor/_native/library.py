@@ -84,9 +84,6 @@ class TpImage(ctypes.Structure):
     )
 
 
-MEANWHILE = ctypes.CFUNCTYPE(c_int32, c_void_p)
-
-
 class TpTorchRefusal(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("last", TpError))
 
@@ -119,7 +116,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
     "tp_hash_path": (_HANDLE, c_char_p, c_uint64),
     "tp_save": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
-    "tp_restore": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32, MEANWHILE, c_void_p),
+    "tp_restore": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
+    "tp_wake": (_HANDLE, _HANDLE_OUT, c_uint64, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
     "tp_arena_create": (_HANDLE, c_uint64, _HANDLE_OUT, _U64P),
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),

@@ -51,8 +51,8 @@ class Shared:
         return self.device.driver == "host"
 
     @property
-    def maps_late(self) -> bool:
-        """Is memory that needs no content better created while images are copied?"""
+    def maps_beside(self) -> bool:
+        """Do copies of a wake go beside the creation of memory?"""
         return not self.on_host
 
     @property

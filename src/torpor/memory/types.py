@@ -119,7 +119,7 @@ class TagWakeReport:
 class WakeReport:
     tags: tuple[TagWakeReport, ...]
     seconds: float
-    phases_s: dict[str, float] = field(default_factory=dict)  # create_map, restore (copy, check), of it create_late, hooks
+    phases_s: dict[str, float] = field(default_factory=dict)  # create_map where it comes first, restore (copy, check), hooks
 
     @property
     def noop(self) -> bool:

@@ -1,7 +1,7 @@
 """The wake transaction: memory for everything asked, content from images, then hooks come back.
 
-Memory that gets no content from an image is created late, while the images are copied, where the device clears new memory against
-the copies (cuda) and says beforehand that there is room for all. Whatever fails then, everything is unmapped again (M5).
+Where copies can go beside the creation of memory (cuda), and the device says beforehand that there is room for all, they do: what
+gets content is created first. Whatever fails then, everything is unmapped again (M5).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torpor.errors import DeviceMemoryError, TorporError
+from torpor.errors import TorporError
 from torpor.memory.clock import Phases
 from torpor.memory.hooks import HookFailure, restore_error
 from torpor.memory.pool import Pool
@@ -43,7 +43,6 @@ class Wake:
         self._shared = shared
         self._rises = [plan_rise(p) for p in pools]
         self._phases = Phases()
-        self._late: list[Segment] = []  # mapped while the images are copied
         self.done = False  # memory is mapped and restored, whatever the hooks say
 
     @property
@@ -52,10 +51,13 @@ class Wake:
 
     def run(self) -> WakeReport:
         """HookError once everything is mapped and every hook was called; its field ``report`` is what would be returned."""
-        self._late = self._choose_late()
-        with self._phases("create_map"):
-            self._map_first()
-        restored = self._restore()
+        if self._maps_beside():
+            to_map = sorted(self._to_map, key=lambda s: s not in set(self._to_restore))
+        else:
+            with self._phases("create_map"):
+                self._map()
+            to_map = []
+        restored = self._restore(to_map)
         self._settle()
         self.done = True
         self._release_images()
@@ -75,45 +77,22 @@ class Wake:
     def _to_restore(self) -> list[Segment]:
         return [s for r in self._rises for s in r.to_restore]
 
-    def _choose_late(self) -> list[Segment]:
-        """None where memory may be short: whoever asks for all at once is told at once."""
-        restored = set(self._to_restore)
-        late = [s for s in self._to_map if s not in restored]
-        if not (self._shared.maps_late and restored and late):
-            return []
-        needed = sum(s.nbytes for s in self._to_map)
-        return late if self._shared.device.free_bytes() >= needed else []
+    def _maps_beside(self) -> bool:
+        """Not where memory may be short: there all is created before any is mapped."""
+        if not (self._shared.maps_beside and self._to_restore and self._to_map):
+            return False
+        return self._shared.device.free_bytes() >= sum(s.nbytes for s in self._to_map)
 
-    def _map(self, segments: Sequence[Segment]) -> None:
+    def _map(self) -> None:
         """M5: the library creates all before it maps any; after a failure nothing has changed."""
-        self._shared.device.map([s.region for s in segments])
+        self._shared.device.map([s.region for s in self._to_map])
 
-    def _map_first(self) -> None:
+    def _restore(self, to_map: Sequence[Segment]) -> dict[Segment, int]:
         try:
-            self._map([s for s in self._to_map if s not in set(self._late)])
-        except DeviceMemoryError as error:
-            self._speak_of_all(error)
-            raise
-
-    def _map_late(self) -> None:
-        with self._phases("create_late"):
-            self._map(self._late)
-
-    def _restore(self) -> dict[Segment, int]:
-        meanwhile = self._map_late if self._late else None
-        try:
-            return self._shared.images.restore(self._to_restore, self._phases, meanwhile)
+            return self._shared.images.restore(self._to_restore, self._phases, to_map)
         except BaseException as error:
             self._unmap_again(error)
-            if isinstance(error, DeviceMemoryError):
-                self._speak_of_all(error)
             raise
-
-    def _speak_of_all(self, error: DeviceMemoryError) -> None:
-        """It knows of one of two batches, and what was free while the other was mapped."""
-        if self._late:
-            error.fields["bytes_needed"] = sum(s.nbytes for s in self._to_map)
-            error.fields["bytes_free"] = self._shared.device.free_bytes()
 
     def _unmap_again(self, error: BaseException) -> None:
         """The images are whole. Where the driver refuses this too, the pools are mapped, and stale until a wake restores them."""

@@ -1,4 +1,4 @@
-"""M5 where memory that gets no content is created while images are copied, as on a GPU. Here the host driver does it."""
+"""M5 where images are copied while memory is created, as on a GPU: the whole transaction, on the host driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device() -> Iterator[Device]:
 @pytest.fixture
 def memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
-    monkeypatch.setattr(Shared, "maps_late", True)
+    monkeypatch.setattr(Shared, "maps_beside", True)
     with Memory(CONFIG, device=device) as m:
         yield m
 
@@ -48,7 +48,7 @@ def all_asleep(memory: Memory) -> bool:
 def test_everything_is_there_afterwards(memory: Memory) -> None:
     weights, kv = asleep(memory)
     report = memory.wake()
-    assert "create_late" in report.phases_s
+    assert "create_map" not in report.phases_s
     assert [t.mapped_bytes for t in report.tags] == [2 * MIB, 3 * MIB]
     assert int(weights.min()) == int(weights.max()) == 7
     assert int(kv.sum()) == 0
@@ -91,6 +91,6 @@ def test_where_memory_may_be_short_all_is_asked_for_at_once(
 ) -> None:
     weights, kv = asleep(memory)
     monkeypatch.setattr(device, "free_bytes", lambda: 4 * MIB)
-    assert "create_late" not in memory.wake().phases_s
+    assert "create_map" in memory.wake().phases_s
     assert int(weights.min()) == 7
     assert kv.numel()
