@@ -36,7 +36,9 @@ def _write_kv(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(slots + token)
-    mask = (heads < KV_HEADS) & (dims < HEAD_DIM) & (slot >= 0)
+    if slot < 0:
+        return
+    mask = (heads < KV_HEADS) & (dims < HEAD_DIM)
     k = tl.load(key + token * key_token + heads * key_head + dims, mask=mask)
     v = tl.load(value + token * value_token + heads * value_head + dims, mask=mask)
     target = cache + (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot + heads * stride_head + dims
