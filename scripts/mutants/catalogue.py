@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, scheduling, server, torch_pools
+from mutants import connectors, engine, hand_offs, memory, memory_images, native, runner, scheduling, server, torch_pools
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -14,5 +14,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *scheduling.MUTANTS,
     *server.MUTANTS,
     *native.MUTANTS,
+    *runner.MUTANTS,
     *torch_pools.MUTANTS,
 )

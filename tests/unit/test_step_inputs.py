@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import GREEDY
+from tiny_models import GREEDY, Driven, make_worker, prompts, run_step, save_tiny
 
 from torpor.engine.graphs import bucket_sizes
 from torpor.engine.inputs import StepInputs
@@ -120,3 +121,22 @@ def test_buckets_end_at_the_largest_step_and_waste_little(most: int) -> None:
     assert sizes[-1] == most
     assert list(sizes) == sorted(set(sizes))
     assert all(after <= max(2 * before, before + 32) for before, after in pairwise(sizes))
+
+
+def test_after_a_failed_step_the_block_tables_are_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how much of them arrived."""
+    save_tiny(tmp_path)
+    worker = make_worker(tmp_path)
+    try:
+        runner = worker._runner
+        assert runner is not None
+        lost = Driven("a", prompts(9)[0]).take(9, list(range(10)))
+        monkeypatch.setattr(worker.model, "forward", lambda *arguments, **keywords: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            run_step(worker, [lost])
+        monkeypatch.undo()
+        runner.inputs.block_tables.fill_(-1)
+        run_step(worker, [lost])
+        assert runner.inputs.block_tables[0, : len(lost.block_ids)].tolist() == lost.block_ids
+    finally:
+        worker.shutdown()

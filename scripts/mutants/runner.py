@@ -1,0 +1,55 @@
+"""The runner: step inputs, graphs, fused layers (E1)."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+GRAPHS = "src/torpor/engine/graphs.py"
+INPUTS = "src/torpor/engine/inputs.py"
+RUNNER = "src/torpor/engine/runner.py"
+MERGE = "src/torpor/models/fused/merge.py"
+GRAPH_TESTS = "tests/unit/test_graph_runner.py::"
+INPUT_TESTS = "tests/unit/test_step_inputs.py::"
+
+MUTANTS = (
+    Mutant(
+        "padding-has-a-slot",
+        INPUTS,
+        "_Part(slots, tokens, -1)",
+        "_Part(slots, tokens, 0)",
+        "padded rows of a replay write into somebody's block",
+        INPUT_TESTS + "test_a_padded_step_is_where_the_captured_one_reads_and_its_padding_writes_nothing",
+    ),
+    Mutant(
+        "block-tables-only-grow",
+        INPUTS,
+        "kept = len(have) if have == table[: len(have)] else 0",
+        "kept = min(len(have), len(table))",
+        "a sequence reads the blocks of the one whose row it took",
+        INPUT_TESTS + "test_steps_in_any_order_say_what_was_asked",
+    ),
+    Mutant(
+        "a-failed-step-is-believed",
+        RUNNER,
+        "self.inputs.forget()  # nobody knows how much of them the device has",
+        "pass",
+        "the device computes with block tables that never reached it",
+        INPUT_TESTS + "test_after_a_failed_step_the_block_tables_are_sent_again",
+    ),
+    Mutant(
+        "graphs-replay-beside-a-prompt",
+        GRAPHS,
+        "if self.events is not None or len(sequences[-1].token_ids) > 1:",
+        "if self.events is not None or len(sequences[0].token_ids) > 1:",
+        "of a prompt's chunk only one token is computed",
+        GRAPH_TESTS + "test_only_steps_of_single_tokens_are_replayed",
+    ),
+    Mutant(
+        "e1-merged-weights-are-copies",
+        MERGE,
+        "        if part.data_ptr() != end",
+        "        if part.data_ptr() == end",
+        "a second set of weights lies in no pool, and a reload does not reach it",
+        "tests/unit/test_fused_layers.py::test_e1_merged_parameters_lie_together_in_the_pool_and_nowhere_else",
+    ),
+)
