@@ -7,8 +7,8 @@
     busy       requests end and others begin all the time: a finished one is replaced, so that as many wait as before
     one        a single request: what a step costs at least
 
-A step is ``schedule`` and ``update``; the runner's answer is made up, and making it is not counted. Seconds are of processor
-time: nothing in a step waits, so a busy machine measures nearly the same.
+A step is ``schedule`` and ``update``; the runner's answer is made up, and making it is not counted. The garbage collector is set
+as in a core process. Seconds are of processor time: nothing in a step waits, so a busy machine measures nearly the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import common
 
+from torpor.engine import collector
 from torpor.kvcache.manager import KVCacheManager
 from torpor.request import GenerationRequest, SamplingParams
 from torpor.scheduler import RunnerOutput, Scheduler, SchedulerConfig, SchedulerOutput
@@ -139,6 +140,7 @@ def main() -> None:
         "busy": Load(running=running, waiting=waiting, prompt_tokens=(16, 256), max_tokens=(16, 64)),
         "one": Load(running=1, waiting=0, prompt_tokens=(16, 16), max_tokens=(50_000,) * 2),
     }
+    collector.settle()
     figures = {name: measure(load, seconds, options.seed) for name, load in loads.items()}
     rows = []
     for name, f in figures.items():

@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "p2-a-sleeping-reader-keeps-its-imports",
         WORKER,
-        "        self._live_reader.release(deadline)\n",
+        "            self._live_reader.release(deadline)\n",
         "",
         "an engine that sleeps holds the memory of others",
         PAIR_TESTS + "TestWithdrawal::test_a_reader_that_sleeps_holds_nothing_of_others[ipc]",
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "p4a-pins-not-looked-at",
         WORKER,
-        "            self._pins.check_unpinned()\n",
+        "                self._pins.check_unpinned()\n",
         "",
         "a transport's cache keeps the memory that a sleep says is free",
         REGISTRY_TESTS + "TestPins::test_p4a_a_registration_that_stays_stops_the_sleep",

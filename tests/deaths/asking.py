@@ -79,13 +79,12 @@ class Asker:
         response = http.post(self._url, json=body(self._prompts[number]))
         if response.status_code != 200:
             return check_error(response.json())
-        text = response.json()["choices"][0]["text"]
-        assert text == self._answers[number], f"wrong text: {text!r}, not {self._answers[number]!r}"
-        return "right"
+        choice = response.json()["choices"][0]
+        return self._judge(number, choice["text"], choice["finish_reason"])
 
     def _stream(self, http: httpx.Client, number: int) -> str:
         """A stream that breaks off says so in an event, and ends as streams do."""
-        text, end = "", ""
+        text, end, reason = "", "", None
         with http.stream("POST", self._url, json=body(self._prompts[number], stream=True)) as response:
             if response.status_code != 200:
                 response.read()
@@ -93,16 +92,26 @@ class Asker:
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":
-                    end = end or "right"
+                    end = end or self._judge(number, text, reason)
                 elif data:
                     event = json.loads(data)
                     if "error" in event:
                         end = check_error(event)
-                    else:
-                        text += "".join(c["text"] for c in event["choices"])
+                    for choice in event.get("choices", ()):
+                        text += choice["text"]
+                        reason = choice["finish_reason"] or reason
         assert end or self._door_dies, "the stream just stopped"
-        right = self._answers[number]
-        assert text == right if end == "right" else right.startswith(text.rstrip("\ufffd")), (
-            f"wrong text: {text!r}, not {right!r}"
-        )
+        self._check_begun(number, text)
         return end or "broken"
+
+    def _judge(self, number: int, text: str, reason: str | None) -> str:
+        """Of an answer that has ended well. A sleep in mode "abort" ends what runs with what there is, and says so."""
+        self._check_begun(number, text)
+        if reason == "abort":
+            return "aborted"
+        assert text == self._answers[number], f"wrong text: {text!r}, not {self._answers[number]!r}, and it ended with {reason}"
+        return "right"
+
+    def _check_begun(self, number: int, text: str) -> None:
+        right = self._answers[number]
+        assert right.startswith(text.rstrip("\ufffd")), f"wrong text: {text!r}, not {right!r}"

@@ -138,7 +138,7 @@ class PairMachine(RuleBasedStateMachine):
         except (AsleepError, RequestError) as error:
             self._check_refusal(self.d, error, name)
             return
-        hand_off.alive = None if hand_off.alive else False
+        hand_off.alive = None if hand_off.alive else hand_off.alive
         self.d.step()
 
     def read_now(self, which: int, forgery: str | None) -> None:
@@ -146,9 +146,10 @@ class PairMachine(RuleBasedStateMachine):
         if not self.hand_offs:
             return
         self.wake_whole("D")
-        self.p.until(lambda: not self.p.in_transaction, "the end of a transaction")
         self.d.until(self.d.at_rest, "the end of everything else")
         self.p.step(2)
+        self.p.until(lambda: not self.p.in_transaction, "the end of a transaction")
+        self._look_at_epochs()
         hand_off = self._hand_off(which)
         prompt, params = self._forged(hand_off, forgery)
         remote = int(params["remote_num_tokens"])
@@ -225,13 +226,16 @@ class PairMachine(RuleBasedStateMachine):
         """Leases end, loads are late."""
         if not self.p.in_transaction:
             self.p.step()
+        granted = list(self.hand_offs)  # by the next step at the latest; one that ends in that step has its whole lease before it
+        if not self.p.in_transaction:
+            self.p.step()
         self.clock.advance(seconds)
         for hand_off in self.hand_offs:
             hand_off.alive = None if hand_off.alive else hand_off.alive
         if not self.p.in_transaction:
             self.p.step()
             if seconds > LEASE_S:
-                for hand_off in self.hand_offs:
+                for hand_off in granted:
                     hand_off.alive = False
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ CODE = """if True:
     seen = []
     core = process.settled(lambda **callbacks: seen.append((callbacks, gc.isenabled(), "torch" in sys.modules)) or "core")
     made = core(progress=1, on_state=2, on_ready=3)
-    print(json.dumps([made, seen, gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects())]))
+    print(json.dumps([made, seen, gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()), gc.get_threshold()]))
 """
 
 
 def test_what_was_loaded_is_not_looked_at_again() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], timeout=100, capture_output=True, text=True, check=True)
-    made, seen, enabled, frozen, watched = json.loads(done.stdout)
+    made, seen, enabled, frozen, watched, thresholds = json.loads(done.stdout)
     assert made == "core"
     assert seen == [[{"progress": 1, "on_state": 2, "on_ready": 3}, True, True]]
     assert enabled
     assert frozen > 100_000
     assert watched < 1_000
+    assert thresholds[0] > 10_000, "the objects of one step set off a collection"

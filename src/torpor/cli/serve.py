@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from torpor.cli.kv_transfer import parse_kv_transfer_config
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
 from torpor.cli.values import split_option
 from torpor.connectors.config import ConnectorConfig
+from torpor.engine import collector
 from torpor.engine.base import EngineInfo
 from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.errors import ConfigurationError
@@ -103,8 +103,7 @@ def serve(values: Mapping[str, Any]) -> None:
                 raise
 
     def on_started(frontend: Any, url: str) -> None:
-        gc.collect()
-        gc.freeze()  # what is here now stays: the collector need not look at it while we serve
+        collector.settle()
         err.print(startup_table(frontend.info, url))
 
     run_server(server_config, start, on_started)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from torpor.engine import collector
 from torpor.engine.channels import ZmqChannel
 from torpor.engine.client import core_factory
 from torpor.engine.core import EngineCore
@@ -64,8 +65,7 @@ def settled(factory: CoreFactory) -> CoreFactory:
         finally:
             gc.enable()
         core = factory(**callbacks)
-        gc.collect()
-        gc.freeze()
+        collector.settle()
         return core
 
     return make
