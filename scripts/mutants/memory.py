@@ -124,7 +124,7 @@ MUTANTS = (
         "m5-pools-mapped-one-after-another",
         WAKE,
         "self._shared.device.map([s.region for s in self._to_map])",
-        "[self._shared.device.map([s.region for s in r.to_map]) for r in self._rises if r.to_map]",
+        "[self._shared.device.map([s.region]) for s in self._to_map]",
         "out of memory half way leaves some pools awake",
         WAKE_TESTS + "test_m5_nothing_is_mapped_before_everything_asked_is_created",
     ),

@@ -23,8 +23,8 @@ MUTANTS = (
     Mutant(
         "m4-verify-of-the-restore-removed",
         IMAGES,
-        '            self._require_arrived(job, "what was put to sleep; discard the tag and fill it anew")\n',
-        "            assert job.checked.size == job.live.size\n",
+        'self._require_arrived(job, "what was put to sleep; discard the tag and fill it anew")',
+        "assert job.checked.size == job.live.size",
         "wrong weights are served",
         WAKE_TESTS + "test_a_restore_that_brings_other_bytes_is_found_and_undone",
     ),
@@ -72,16 +72,10 @@ MUTANTS = (
     Mutant(
         "m6-image-dropped-before-the-restore",
         WAKE,
-        "        self._settle()\n        self.done = True\n        self._release_images()\n",
-        "        self._settle()\n        self.done = True\n",
+        "        restored = self._restore(to_map)\n",
+        "        self._release_images()\n        restored = self._restore(to_map)\n",
         "the image goes before it was used",
         WAKE_TESTS + "test_m6_a_released_image_goes_only_after_the_wake_that_used_it",
-        also=(
-            (
-                "        restored = self._restore(to_map)\n",
-                "        self._release_images()\n        restored = self._restore(to_map)\n",
-            ),
-        ),
     ),
     Mutant(
         "m6-image-dropped-by-every-wake",
