@@ -17,15 +17,9 @@ constexpr uint64_t kCopyPiece = uint64_t{32} << 20;
 constexpr uint64_t kStageBytes = uint64_t{4} << 20;
 constexpr uint64_t kMostBlocks = uint64_t{1} << 15;  // of one launch: enough to fill the device
 constexpr size_t kDepth = 4;                         // pieces in flight per stream: the next one is always waiting
-#ifndef TORPOR_SAVE_PIECE
-#define TORPOR_SAVE_PIECE (uint64_t{4} << 20)
-#endif
-constexpr uint64_t kSavePiece = TORPOR_SAVE_PIECE;  // small: hashed while it is in the processor's cache
+constexpr uint64_t kSavePiece = uint64_t{4} << 20;  // of a copy to the host, which is hashed close behind
 constexpr uint64_t kHashPart = uint64_t{256} << 10;
-#ifndef TORPOR_CLEAR_RATE
-#define TORPOR_CLEAR_RATE 400
-#endif
-constexpr uint64_t kClearedPerNs = TORPOR_CLEAR_RATE;  // bytes; an H200 clears 48 GiB in about 0.12 s
+constexpr uint64_t kClearedPerNs = 400;  // bytes; an H200 clears 48 GiB in about 0.12 s
 
 void enqueue(tp_copy_kind kind, const tp_span &span, CUstream stream) {
   const Table &cu = table();
@@ -120,7 +114,7 @@ class Arrivals {
   std::atomic<bool> failed_{false};
 };
 
-// What one processor hashes at a time: little enough that it is still in the cache that the link writes to.
+// What one processor hashes at a time: little, so that all of them are at what arrived last.
 struct Part {
   uint64_t chunk, piece, offset, bytes;
 };

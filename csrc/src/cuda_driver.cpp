@@ -15,12 +15,6 @@ namespace {
 
 using namespace cuda;
 
-#ifndef TORPOR_RELEASE_THREADS
-#define TORPOR_RELEASE_THREADS 4
-#endif
-constexpr uint32_t kStructuralThreads = TORPOR_RELEASE_THREADS;
-constexpr uint64_t kWorthThreads = uint64_t{4} << 30;
-
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(int32_t ordinal) : context_(ordinal), copies_(context_, locks_) {
@@ -57,8 +51,8 @@ class CudaDriver final : public Driver {
     return free;
   }
 
-  // The driver takes one at a time for most of a call: a few threads are a fifth faster than one.
-  uint32_t concurrency(uint64_t bytes) const override { return bytes >= kWorthThreads ? kStructuralThreads : 1; }
+  // The driver takes one at a time: four threads give 48 GiB back no faster than one.
+  uint32_t concurrency(uint64_t) const override { return 1; }
 
   Physical create(uint64_t bytes, bool exportable, Vacancy) override {
     if (exportable && !exports_) throw Error::unsupported("the CUDA device cannot export memory as file descriptors");

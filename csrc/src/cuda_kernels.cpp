@@ -20,10 +20,7 @@ constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
 constexpr uint64_t kVectorBytes = 16;
 constexpr uint64_t kCopyPieceVectors = 1024;
 constexpr uint32_t kBlocksPerProcessor = 4;  // what the registers of torpor_copy_blocks allow
-#ifndef TORPOR_PULL_BLOCKS
-#define TORPOR_PULL_BLOCKS 32
-#endif
-constexpr unsigned kPullBlocks = TORPOR_PULL_BLOCKS;  // of threads: enough in flight for any link, and little of the device
+constexpr unsigned kPullBlocks = 32;  // of threads: four times as many are no faster, and take more of the device
 
 uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
 

@@ -95,17 +95,17 @@ def test_scattered_blocks_are_copied_to_where_they_belong(device: Device, block:
 def test_m1_m11_addresses_stay_bytes_come_back_and_the_device_gets_what_the_report_says(memory: Memory, device: Device) -> None:
     weights, kv = filled(memory, "weights", 64 * MIB), filled(memory, "kv_cache", 32 * MIB, policy="discard")
     addresses = weights.data_ptr(), kv.data_ptr()
-    assert is_filled(weights)  # PyTorch has its own memory by now
-    torch.cuda.synchronize()
-    for _ in range(3):
+    for number in range(4):
+        torch.cuda.synchronize()
         before = device.free_bytes()
         report = memory.sleep()
         assert (report.unmapped_bytes, report.returned_bytes, report.held_bytes) == (96 * MIB, 96 * MIB, 0)
-        assert device.free_bytes() - before == report.returned_bytes  # nobody else is on the device
+        back = device.free_bytes() - before
         assert memory.stats().mapped_bytes == 0
         wake = memory.wake()
         assert [(t.mapped_bytes, t.restored_bytes) for t in wake.tags] == [(64 * MIB, 64 * MIB), (32 * MIB, 0)]
-        assert device.free_bytes() == before
+        if number > 0:  # the first cycle loads kernels and makes streams; nobody else is on the device
+            assert (back, device.free_bytes()) == (report.returned_bytes, before)
         assert (weights.data_ptr(), kv.data_ptr()) == addresses
         assert is_filled(weights)
         memory.mark_valid("kv_cache")
