@@ -224,10 +224,14 @@ def put(path: Path, name: str, document: Mapping[str, Any]) -> None:
 
 
 def command_line() -> str:
-    """As typed in the repository's root, whatever the folder is called here."""
+    """As typed in the repository's root, whatever the folder is called here; without where the file goes."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", name, *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    while "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return shlex.join(["python", name, *arguments])
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

@@ -60,6 +60,7 @@ GOALS = {"one": 193.0, "64": 0.9 * 7120, "256": 0.9 * 11230}
 PROMPT_TOKENS = 128
 GOAL_FIRST_SLEEP_S, GOAL_SLEEP_S, GOAL_LEFT_GIB = 0.15, 0.10, 1.0
 GOAL_START_S = 15.0
+MOST_S = 30.0  # of a sleep or wake: one that takes longer is an error that says which
 GOAL_WAKE_LINKS = 1.12  # times one large copy of the bytes that are restored
 T = TypeVar("T")
 
@@ -128,10 +129,10 @@ class Engine:
         return len(prompts) * tokens / seconds
 
     def sleep(self) -> dict[str, Any]:
-        return self.wait(self._client.sleep(SleepRequest(level=1)))
+        return self.wait(asyncio.wait_for(self._client.sleep(SleepRequest(level=1)), MOST_S))
 
     def wake(self) -> dict[str, Any]:
-        return self.wait(self._client.wake_up())
+        return self.wait(asyncio.wait_for(self._client.wake_up(), MOST_S))
 
 
 ASK_DRIVER = """
@@ -163,10 +164,13 @@ def measure_sleep(run: common.Run, engine: Engine, rounds: int, prompts: list[li
     before = engine.one_by_one(prompts, 16)
     base = device_used_bytes() - empty
     sleeps, wakes, left = [], [], 0
-    for _ in range(rounds + 1):
+    for turn in range(rounds + 1):
         sleeps.append(engine.sleep())
-        left = device_used_bytes() - empty
+        run.note(f"slept in {sleeps[-1]['seconds']:.3f} s: {_phases(sleeps[-1])}")
+        if turn == 1:  # asking takes seconds on a cold machine
+            left = device_used_bytes() - empty
         wakes.append(engine.wake())
+        run.note(f"woke in {wakes[-1]['seconds']:.3f} s: {_phases(wakes[-1])}")
         if engine.one_by_one(prompts, 16) != before:
             raise SystemExit("the answers after a sleep are not those before it")
     later = common.Samples(tuple(report["seconds"] for report in sleeps[1:]))
@@ -183,8 +187,6 @@ def measure_sleep(run: common.Run, engine: Engine, rounds: int, prompts: list[li
         ["left while asleep, GiB", left / 2**30],
     ]
     run.table("the whole engine, level 1", ["", ""], rows)
-    for name, report in (("first sleep", sleeps[0]), ("last sleep", sleeps[-1]), ("last wake", wakes[-1])):
-        run.note(f"{name}: " + ", ".join(f"{phase} {1e3 * s:.1f} ms" for phase, s in report["phases_s"].items()))
     return {
         "first_sleep_s": first,
         "later_sleep_s": later,
@@ -194,6 +196,10 @@ def measure_sleep(run: common.Run, engine: Engine, rounds: int, prompts: list[li
         "left_gib": left / 2**30,
         "phases_s": {"first_sleep": sleeps[0]["phases_s"], "sleep": sleeps[-1]["phases_s"], "wake": wakes[-1]["phases_s"]},
     }
+
+
+def _phases(report: dict[str, Any]) -> str:
+    return ", ".join(f"{phase} {1e3 * seconds:.1f} ms" for phase, seconds in report["phases_s"].items())
 
 
 def measure_generate(run: common.Run, folder: Path, prompts: int, tokens: int) -> dict[str, Any]:

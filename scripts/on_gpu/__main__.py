@@ -27,7 +27,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short benchmarks")
     parser.add_argument("--slow", action="store_true", help="the slow tests too; give them --minutes")
     parser.add_argument("--strict", action="store_true", help="a goal that is missed fails the run too")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together; what is left then is not started")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts together; what is left then is not started")
     parser.add_argument("--model", default="auto", help="for the demo; a folder with NAME.gguf.part* files is joined")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "measurements", help="folder for <device>.json")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu", help="folder for what the parts print")

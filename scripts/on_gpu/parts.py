@@ -8,12 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS_S = {
-    "tests": 170,
+    "tests": 420,
     "demo": 110,
     "unfollowed": 60,
     "sleep": 150,
     "peers": 90,
-    "engine": 170,
+    "engine": 240,
     "transfer": 60,
     "attention": 60,
 }

@@ -6,7 +6,7 @@ The blocks of all layers' K and V that lie in one region are counted from one ba
     | K of layer 0: 0 1 2 ... | V of layer 0 | K of layer 1 | ...
     ^ starts[0] = 0           ^ starts[1]    ^ starts[2]
 
-A call costs some 20 us on a GPU, which moves 8 MB meanwhile; by layer it would be 72 calls for a model of 36.
+A call of a few blocks takes some 30 us on an H200; by layer there would be 72 of them for a model of 36.
 """
 
 from __future__ import annotations

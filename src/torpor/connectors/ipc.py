@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = {"host": 8 << 20, "cuda": 256 << 20}  # copied between two looks at whether to go on: under 10 ms, and 1 ms
+PIECE_BYTES = {"host": 8 << 20, "cuda": 256 << 20}  # between two looks at whether to go on: some 10 ms, and 1 ms
 PATHS = {"host": "shared memory of one host", "cuda": "device memory of one host, mapped here"}
 
 
