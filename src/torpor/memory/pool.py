@@ -128,6 +128,7 @@ class Pool:
             torch.mempools.end_capture()
             with self._shared.lock, self._shared.torch_held():
                 self._shared.captures -= 1
+                self._shared.bury_torch()  # what waited for the capture to end
 
     def trim(self) -> None:
         """torch gives back segments of this pool that no tensor lies in, but those of graphs and those that a thread inside may

@@ -127,5 +127,9 @@ class Shared:
         while (death := self.deaths.take()) is not None:
             segment, offset = death
             segment.owner.take_back(segment, offset)
+        self.bury_torch()
+
+    def bury_torch(self) -> None:
+        """Destroys what torch has freed. Under the lock, torch held."""
         for torch in self.torch:
             torch.pool.bury()

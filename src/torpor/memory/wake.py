@@ -52,7 +52,8 @@ class Wake:
     def run(self) -> WakeReport:
         """HookError once everything is mapped and every hook was called; its field ``report`` is what would be returned."""
         if self._maps_beside():
-            to_map = sorted(self._to_map, key=lambda s: s not in set(self._to_restore))
+            restored_first = set(self._to_restore)
+            to_map = sorted(self._to_map, key=lambda s: s not in restored_first)
         else:
             with self._phases("create_map"):
                 self._map()
