@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +79,16 @@ def test_p1_the_end_of_a_hand_off_from_before_the_sleep_does_not_end_one_of_the_
     pair.p.step(2)
     pair.p.check()
     assert pair.p.core.stats().scheduler.handed_off == 1
+
+
+def test_p2_an_owner_told_before_it_knows_of_the_hand_off_lets_go_all_the_same(pair: Pair) -> None:
+    """A prompt of one token leaves nothing to read: D only tells, and was here before P's worker had granted the lease."""
+    for name in ("first", "second"):  # over a link that is there, it takes no time
+        asked = pair.p.add(name, [7], ONE, dict(HAND_OFF))
+        while asked.end is None:
+            pair.p.step()
+        reader = pair.d.add(f"d {name}", [7], SOME, asked.end.kv_transfer_params)
+        pair.d.until(lambda reader=reader: reader.end is not None, "an answer")
+        time.sleep(0.1)
+        pair.p.until(lambda: pair.p.core.stats().scheduler.handed_off == 0, "the end of the hand-off")
+    pair.p.check()

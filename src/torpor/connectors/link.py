@@ -13,10 +13,10 @@ from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import Verdict, judge
 from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
-from torpor.connectors.loads import Load
+from torpor.connectors.loads import Load, LoadState
 from torpor.connectors.options import Options
 from torpor.connectors.transport import BlockRead, RemoteMemory, Target, Transport
-from torpor.errors import HandshakeError, PeerError, StaleEpochError
+from torpor.errors import HandshakeError, PeerError, StaleEpochError, TorporError
 from torpor.kvcache.types import Epoch
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,15 @@ class Link:
         self.reads += 1
 
     def tell_done(self, load: Load) -> None:
+        """The owner may let go. A client can be here before the owner's worker has the hand-off; told of a lease that it does not
+        know yet, it would keep the blocks until the lease expires. So a load that has not seen its lease waits for it first."""
+        word = load.expected_word(self._key)
+        if load.state is not LoadState.DONE:
+            with contextlib.suppress(TorporError), self._using:
+                self._check_alive()
+                self._confirm(load, word)
         with contextlib.suppress(PeerError):
-            word = load.expected_word(self._key).to_bytes(8, "big")
-            self._channel.send(wire.ReadDone(lease=load.lease, commitment=word))
+            self._channel.send(wire.ReadDone(lease=load.lease, commitment=word.to_bytes(8, "big")))
 
     def stop(self) -> None:
         """No read begins any more, and one that runs ends soon."""
