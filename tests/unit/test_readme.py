@@ -26,6 +26,16 @@ def test_the_folders_it_names_exist() -> None:
         assert (ROOT / name).exists(), name
 
 
+def test_the_folders_and_files_that_the_architecture_page_names_are_there() -> None:
+    rows = re.findall(r"^\| (`.*/`[^|]*)\|[^|]*\|([^|]*)\|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    for folders, files in rows:
+        here = [folder for name in re.findall(r"`(\w+/)`", folders) for folder in (ROOT / name, ROOT / "src/torpor" / name)]
+        assert any(folder.is_dir() for folder in here), folders
+        for file in re.findall(r"`([\w./-]+)`", files):
+            assert any((folder / file).exists() for folder in (*here, ROOT, ROOT / "src/torpor")), file
+
+
 def test_the_commands_it_names_parse() -> None:
     from typer.main import get_command
 
