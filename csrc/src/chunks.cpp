@@ -58,10 +58,13 @@ void save_in_batches(Driver &driver, const std::vector<ImageChunk> &chunks, uint
   for (const ImageChunk &chunk : chunks) items.push_back({chunk.device(), chunk.bytes, chunk.image->source + chunk.index});
   driver.hash(items, threads);
   std::vector<CheckedCopy> copies;
+  const ImageChunk *before = nullptr;
   for (const ImageChunk &chunk : chunks) {
     if (is_valid(chunk) && is_known(chunk)) continue;
     chunk.image->valid[chunk.index] = 0;
-    copies.push_back({to_host(chunk), chunk.image->checked + chunk.index});
+    const bool follows = before != nullptr && chunk.follows(*before);
+    copies.push_back({to_host(chunk), chunk.image->checked + chunk.index, follows});
+    before = &chunk;
   }
   if (!copies.empty()) driver.copy_checked(TP_COPY_TO_HOST, copies, threads, {});
 }
@@ -98,7 +101,12 @@ void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint3
   }
   std::vector<CheckedCopy> copies;
   copies.reserve(chunks.size());
-  for (const ImageChunk &chunk : chunks) copies.push_back({to_device(chunk), chunk.image->checked + chunk.index});
+  const ImageChunk *before = nullptr;
+  for (const ImageChunk &chunk : chunks) {
+    const bool follows = before != nullptr && chunk.follows(*before);
+    copies.push_back({to_device(chunk), chunk.image->checked + chunk.index, follows});
+    before = &chunk;
+  }
   driver.copy_checked(TP_COPY_TO_DEVICE, copies, threads, beside);
 }
 

@@ -35,7 +35,8 @@ void enqueue(tp_copy_kind kind, const tp_span &span, CUstream stream) {
   }
 }
 
-// Chunks that are neighbours on both sides, copied in one go.
+// Chunks of one image in a row, copied in one go. Never of two: their regions come to memory one after the other, and the driver
+// refuses a copy over the border of two reservations, however close they lie.
 struct Piece {
   tp_span span;
   uint64_t first, last;  // of the chunks
@@ -48,7 +49,7 @@ std::vector<Piece> pieces_of(const std::vector<CheckedCopy> &chunks, uint64_t mo
     if (!out.empty()) {
       Piece &piece = out.back();
       const tp_span &have = piece.span;
-      if (have.dst + have.bytes == next.dst && have.src + have.bytes == next.src && have.bytes + next.bytes <= most) {
+      if (chunks[i].follows && have.bytes + next.bytes <= most) {
         piece.span.bytes += next.bytes, piece.last = i + 1;
         continue;
       }

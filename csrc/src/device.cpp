@@ -79,13 +79,19 @@ class Dawn {
   void fail() {
     change([&] { failed_ = true; });
   }
-  // False: it will not have memory.
+  // False: it will not have memory. What lies outside the regions that are waited for is nobody's business here.
   bool wait(Range range) {
-    if (!expects(range.address)) return true;
     std::unique_lock<std::mutex> guard(mutex_);
-    const Part &part = std::prev(reached_.upper_bound(range.address))->second;
-    changed_.wait(guard, [&] { return failed_ || part.there >= range.end(); });
-    return part.there >= range.end();
+    auto next = reached_.upper_bound(range.address);
+    if (next != reached_.begin()) --next;
+    for (; next != reached_.end() && next->first < range.end(); ++next) {
+      const Part &part = next->second;
+      const Address needed = std::min(range.end(), part.end);
+      if (part.end <= range.address) continue;
+      changed_.wait(guard, [&] { return failed_ || part.there >= needed; });
+      if (part.there < needed) return false;
+    }
+    return true;
   }
 
  private:

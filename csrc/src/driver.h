@@ -49,6 +49,7 @@ struct HashItem {
 struct CheckedCopy {
   tp_span span;
   uint64_t *hash = nullptr;
+  bool follows = false;  // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
 };
 
 // Block dst_ids[i] of dst becomes block src_ids[i] of src.

@@ -248,6 +248,38 @@ TEST(chunks_of_several_regions_go_in_one_call) {
   world.close();
 }
 
+// Regions and images that are next to each other: what is copied in long stretches waits for each region's memory, and no copy crosses
+// the border of two.
+TEST(chunks_of_regions_that_touch_come_back_in_one_wake) {
+  World world;
+  const uint64_t each = world.device.granule, count = each / kChunk;
+  tp_region *regions[] = {world.device.region(1), world.device.region(1), world.device.region(1)};
+  tp_arena *arena = nullptr;
+  uint64_t host = 0;
+  OK(tp_arena_create(world.device.handle, 3 * each, &arena, &host, &err));
+  OK(tp_arena_commit(arena, 0, 3 * each, 2, &err));
+  const Bytes content = pattern(3 * each, 21);
+  std::vector<uint8_t> wanted(count, 1), valid(count, 0);
+  std::vector<std::vector<uint64_t>> numbers(9, std::vector<uint64_t>(count, 0));
+  std::vector<tp_image> images;
+  for (uint64_t i = 0; i < 3; ++i) {
+    const uint64_t at = fixture::stats(regions[i]).address;
+    world.device.write(at, {content.begin() + static_cast<int64_t>(i * each), content.begin() + static_cast<int64_t>((i + 1) * each)});
+    images.push_back({at, host + i * each, each, wanted.data(), valid.data(), numbers[3 * i].data(), numbers[3 * i + 1].data(),
+                      numbers[3 * i + 2].data()});
+  }
+  OK(tp_save(world.device.handle, images.data(), 3, kChunk, 2, &err));
+  fixture::unmap({regions[0], regions[1], regions[2]});
+  OK(tp_wake(world.device.handle, regions, 3, images.data(), 3, kChunk, 2, &err));
+  for (uint64_t i = 0; i < 3; ++i) {
+    const Bytes there = world.device.read(fixture::stats(regions[i]).address, each);
+    CHECK(std::memcmp(there.data(), content.data() + i * each, each) == 0);
+  }
+  OK(tp_arena_destroy(arena, &err));
+  for (tp_region *region : regions) fixture::destroy(region);
+  world.close();
+}
+
 // The driver page-locks each commit for itself, and no copy may cross the border of two.
 TEST(chunks_go_to_images_that_were_committed_in_parts) {
   World world;

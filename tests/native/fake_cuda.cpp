@@ -100,6 +100,9 @@ bool accessible(CUdeviceptr at, size_t bytes) {
   return true;
 }
 
+// A copy may touch several maps of one reservation, not those of two.
+bool in_one_range(CUdeviceptr at, size_t bytes) { return reserved(at, bytes) && accessible(at, bytes); }
+
 CUresult check_context() { return pushed > 0 ? kSuccess : bad(kInvalidContext); }
 void *pointer(CUdeviceptr at) { return reinterpret_cast<void *>(at); }
 using Lock = std::lock_guard<std::mutex>;
@@ -155,15 +158,25 @@ FAKE CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllo
   *granularity = kGranule;
   return kSuccess;
 }
+// As the driver does, one range next to the other where that is possible: what copies in long stretches meets the borders.
 FAKE CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdeviceptr, unsigned long long) {
   if (bytes % kGranule != 0) return bad(kInvalid);
-  void *got = mmap(nullptr, bytes + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (got == MAP_FAILED) return kOutOfMemory;
-  const auto start = reinterpret_cast<CUdeviceptr>(got);
-  *at = (start + align - 1) / align * align;
-  if (*at > start) munmap(got, *at - start);
-  if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
   Lock lock(mutex);
+  static CUdeviceptr behind_the_last = 0;
+  constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  const CUdeviceptr wish = (behind_the_last + align - 1) / align * align;
+  void *got = wish == 0 ? MAP_FAILED : mmap(pointer(wish), bytes, PROT_NONE, kReserve | MAP_FIXED_NOREPLACE, -1, 0);
+  if (got != MAP_FAILED) {
+    *at = wish;
+  } else {
+    got = mmap(nullptr, bytes + align, PROT_NONE, kReserve, -1, 0);
+    if (got == MAP_FAILED) return kOutOfMemory;
+    const auto start = reinterpret_cast<CUdeviceptr>(got);
+    *at = (start + align - 1) / align * align;
+    if (*at > start) munmap(got, *at - start);
+    if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
+  }
+  behind_the_last = *at + bytes;
   reservations[*at] = bytes;
   return kSuccess;
 }
@@ -293,8 +306,8 @@ CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool ds
     Lock lock(mutex);
     if (!dst_device && crosses_locks(dst, bytes)) return bad(kInvalid);
     if (!src_device && crosses_locks(src, bytes)) return bad(kInvalid);
-    if (dst_device && !accessible(reinterpret_cast<CUdeviceptr>(dst), bytes)) return bad(kInvalid);
-    if (src_device && !accessible(reinterpret_cast<CUdeviceptr>(src), bytes)) return bad(kInvalid);
+    if (dst_device && !in_one_range(reinterpret_cast<CUdeviceptr>(dst), bytes)) return bad(kInvalid);
+    if (src_device && !in_one_range(reinterpret_cast<CUdeviceptr>(src), bytes)) return bad(kInvalid);
     if (!streams.count(stream)) return bad(kInvalidHandle);
   }
   std::memcpy(dst, src, bytes);

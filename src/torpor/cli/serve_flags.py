@@ -130,7 +130,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         parse=parse_bytes,
         metavar="SIZE",
     ),
-    _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: the usable cores, at most 8."),
+    _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: the usable cores, at most 12."),
     _flag(
         TRANSFER,
         ConnectorConfig,

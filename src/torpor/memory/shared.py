@@ -18,12 +18,13 @@ from torpor.memory.segment import Deaths
 if TYPE_CHECKING:
     from torpor.memory.torch_memory import TorchMemory
 
-MAX_DEFAULT_THREADS = 8
+MAX_DEFAULT_THREADS = 12
 LOCK_POLL_S = 0.02
 
 
 def default_copy_threads() -> int:
-    """All cores this process may use: whoever computes with the memory waits meanwhile. Eight saturate any memory bus."""
+    """All cores this process may use: whoever computes with the memory waits meanwhile. Eight saturate a memory bus;
+    checking an image as fast as a PCIe 5 link fills it takes twelve (docs/design/memory.md)."""
     return min(MAX_DEFAULT_THREADS, usable_cores())
 
 
