@@ -140,4 +140,4 @@ def test_transactions_of_several_threads_come_one_after_another(memory: Memory) 
 
 
 def test_half_the_cores_copy_by_default() -> None:
-    assert default_copy_threads() == min(8, usable_cores())
+    assert default_copy_threads() == min(12, usable_cores())
