@@ -38,7 +38,7 @@ class TestNames:
         assert get_connector("torpor.testing.connectors:MemoryConnector") is MemoryConnector
 
     @pytest.mark.parametrize(
-        "name", ["", "mooncake", "no.such.module:X", "torpor.errors:TorporError", "torpor.errors:Nothing", ":X"]
+        "name", ["", "carrier-pigeon", "no.such.module:X", "torpor.errors:TorporError", "torpor.errors:Nothing", ":X"]
     )
     def test_anything_else_is_refused_by_name(self, name: str) -> None:
         with pytest.raises(ConnectorError, match="connector") as caught:
@@ -46,8 +46,8 @@ class TestNames:
         assert caught.value.fields["connector"] == name
 
     def test_an_unknown_one_lists_the_known(self) -> None:
-        with pytest.raises(ConnectorError, match=r"ipc, nixl, or module:Class"):
-            get_connector("mooncake")
+        with pytest.raises(ConnectorError, match=r"ipc, nixl, offload, or module:Class"):
+            get_connector("carrier-pigeon")
 
     def test_without_its_package_nixl_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in agents.PACKAGES:

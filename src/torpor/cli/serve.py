@@ -16,7 +16,7 @@ from torpor.cli.early import import_early
 from torpor.cli.flags import collect, command, keyword, naming_flags
 from torpor.cli.kv_transfer import parse_kv_transfer_config
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
-from torpor.cli.values import split_option
+from torpor.cli.values import option_value, split_option
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine import collector
 from torpor.engine.base import EngineInfo
@@ -65,7 +65,11 @@ EXTRA = (
         "kv_option",
         Annotated[
             list[str] | None,
-            typer.Option(help="An option of the connector's own; repeatable.", metavar="KEY=VALUE", rich_help_panel=TRANSFER),
+            typer.Option(
+                help="An option of the connector's own, such as host_bytes=4GiB; repeatable.",
+                metavar="KEY=VALUE",
+                rich_help_panel=TRANSFER,
+            ),
         ],
         None,
     ),
@@ -130,7 +134,8 @@ def connector_config(values: Mapping[str, Any]) -> ConnectorConfig | None:
     chosen = collect(ConnectorConfig, flags, values)
     changed = [f.flag for f in flags if values[f.name] != f.default]
     given = values["kv_transfer_config"]
-    options = dict(split_option("--kv-option", o) for o in values["kv_option"] or ())
+    texts = dict(split_option("--kv-option", o) for o in values["kv_option"] or ())
+    options = {name: option_value(text) for name, text in texts.items()}
     if given is not None:
         vllm = parse_kv_transfer_config(given)
         twice = [f.flag for f in flags if f.flag in changed and f.field in vllm]

@@ -57,3 +57,13 @@ def split_option(flag: str, text: str) -> tuple[str, str]:
     if not equals or not key:
         raise ConfigurationError(f"{flag} {text!r} is not KEY=VALUE", setting=flag, value=text)
     return key, value
+
+
+def option_value(text: str) -> str | int | float:
+    """What a connector's option says: a number where it reads as one (``8``, ``0.5``, ``4GiB``), else the text itself."""
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if re.fullmatch(r"-?\d+\.\d+", text):
+        return float(text)
+    match = SIZE.fullmatch(text)
+    return parse_bytes(text) if match and match.group(2).upper() in UNITS else text

@@ -84,6 +84,25 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Of a connector that keeps KV itself. A block on disk may also be in host memory."""
+
+    host_blocks: int
+    host_bytes: int
+    host_limit_bytes: int
+    disk_blocks: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    saved_blocks: int  # this and the following count from the start
+    loaded_blocks: int
+    evicted_blocks: int  # given up for newer ones, in either place
+    skipped_blocks: int  # not kept: everything in host memory was in use
+    disk_errors: int  # files that could not be written, read or removed: disk full, permission lost
+    bad_files: int  # found corrupt, short or of something else: misses, and removed
+    leftover_files: int  # of an engine that was killed, and of other weights or layouts: removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorStats:
     connector: str
     engine_id: str
@@ -96,6 +115,7 @@ class ConnectorStats:
     loads_failed: int
     bytes_received: int
     peers: tuple[PeerStats, ...] = ()
+    store: StoreStats | None = None  # of a connector that keeps KV itself
 
 
 class KVConnectorScheduler(abc.ABC):
@@ -134,6 +154,10 @@ class KVConnectorScheduler(abc.ABC):
     def set_kv_metadata(self, metadata: dict[str, Any] | None) -> None:  # noqa: B027
         """The worker side's handshake metadata, anew after every restore (None while released): goes into ``request_finished``'s
         params."""
+
+    def set_weights_version(self, version: str) -> None:  # noqa: B027
+        """KV is computed with other weights from now on. A connector that keeps KV serves none of the old any more. Called while
+        no request holds blocks."""
 
 
 class KVConnectorWorker(abc.ABC):
