@@ -19,8 +19,8 @@ from torpor.connectors.base import LoadRequest
 from torpor.connectors.link import Link
 from torpor.connectors.loads import Load
 from torpor.connectors.transport import BlockRead
-from torpor.errors import TorporError
-from torpor.testing.kv_engine import KVEngine
+from torpor.errors import TorporError, TransportError
+from torpor.testing.kv_engine import KVEngine, missing_package
 
 pytestmark = pytest.mark.integration
 
@@ -49,11 +49,11 @@ class Meeting:
         self._stack.close()
 
 
-@pytest.fixture(params=["ipc", "nixl", "nixl over tcp"])
+@pytest.fixture(params=["ipc", "nixl", "nixl over tcp", "mooncake"])
 def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]:
     connector, _, tls = request.param.partition(" over ")
-    if connector == "nixl":
-        pytest.importorskip("nixl_cu13")
+    if missing := missing_package(connector):
+        pytest.skip(missing)
     meeting = Meeting(connector, tls, tmp_path)
     yield meeting
     meeting.close()
@@ -88,15 +88,19 @@ def read_late(d: KVEngine, link: Link) -> bytes:
     return b"".join(d.block(block) for block in (4, 5, 6))
 
 
-@pytest.mark.parametrize("meeting", ["nixl", "nixl over tcp"], indirect=True)
+@pytest.mark.parametrize("meeting", ["nixl", "nixl over tcp", "mooncake"], indirect=True)
 def test_p4_a_late_read_kills_nobody_and_yields_no_bytes(meeting: Meeting, liar: threading.Event) -> None:
     p, d = meeting.owner(), meeting.reader()
     late = p.call("prefill", "r", A, [1, 2, 3])
     assert d.load("q", A, late, [4, 5, 6]) == "recving"
     link = link_of(d)
     assert p.call("sleep")["held_bytes"] == 0
-    content = read_late(d, link)
-    assert content == bytes(len(content)), "the guard reads as zeros"
+    if meeting.connector == "mooncake":
+        with pytest.raises(TransportError, match="not registered"):
+            read_late(d, link)
+    else:
+        content = read_late(d, link)
+        assert content == bytes(len(content)), "the guard reads as zeros"
     # Through the connector itself the bytes are not believed.
     with pytest.raises(TorporError):
         link._confirm(_load_like(late), 1)
@@ -165,6 +169,24 @@ class TestUnfollowed:
             p.call("sleep")
             assert d.load("late", B, late, [4, 5, 6], 20) == "failed"
             assert p.death(10) == -signal.SIGSEGV
+
+    def test_mooncake_over_tcp_fails_asleep_and_then_reads_what_is_there_now(self, tmp_path: Path) -> None:
+        """TCP goes through the owner's page table: nothing is held, nobody dies, and a hand-off of before the sleep is read from
+        the new pages, with success. Over RDMA the old pages are read and held: ``scripts/rdma-vm``."""
+        if missing := missing_package("mooncake"):
+            pytest.skip(missing)
+        unfollowed = "torpor.testing.unfollowed:UnfollowedMooncake"
+        meeting = Meeting("mooncake", "", tmp_path)
+        with contextlib.closing(meeting):
+            p, d = meeting.owner(unfollowed), meeting.reader(unfollowed)
+            assert d.load("q", A, p.call("prefill", "r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+            late, later = p.call("prefill", "late", B, [1, 2, 3]), p.call("prefill", "later", B, [1, 2, 3])
+            p.call("sleep")
+            assert d.load("late", B, late, [4, 5, 6]) == "failed"
+            assert p.process.poll() is None
+            p.call("wake")
+            assert d.load("later", B, later, [4, 5, 6]) == "recving"
+            assert not d.has(B, [4, 5, 6]), "wrong bytes, and success"
 
 
 def test_the_reader_outlives_all_that(meeting: Meeting) -> None:

@@ -73,8 +73,12 @@ class TestKeeping:
 
     def test_a_request_that_ends_as_the_sleep_begins_is_kept(self, engine: StoreDriver) -> None:
         """No step comes between the end of the request and the sleep: the release takes the order from the desk."""
-        engine.add("a", max_tokens=1, prompt=LONG)
+        engine.add("a", max_tokens=2, prompt=LONG)
+        engine.step()
         ticket = engine.sleep(level=1, mode="wait")
+        while engine.state is EngineState.DRAINING:
+            engine.step()
+        assert (engine.state, engine.figures.saved_blocks, len(engine.store._desk)) == (EngineState.SLEEPING, 0, 1)
         engine.settle()
         assert ticket.result(0)["state"] == "asleep"
         engine.woken()

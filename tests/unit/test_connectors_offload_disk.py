@@ -3,6 +3,7 @@ costs what it would have kept and nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -17,9 +18,10 @@ from connector_pairs import WAIT_S
 from store_driver import LONG, OTHER, StoreDriver, told
 
 from torpor.connectors import offload_disk
-from torpor.connectors.offload import OffloadStore
+from torpor.connectors.offload import OffloadStore, root_of
 from torpor.connectors.offload_disk import HEADER_BYTES, DiskShelf
 from torpor.errors import ConfigurationError
+from torpor.testing.kv_engine import SMALL_SPEC
 
 BLOCK = 64
 FILE = BLOCK + HEADER_BYTES
@@ -143,6 +145,13 @@ def another(path: Path) -> None:
 
 DAMAGES = [cut, emptied, longer, flip(0), flip(11), flip(20), flip(60), flip(HEADER_BYTES), flip(FILE - 1), another]
 STRANGE = [link, pipe, folder, gone]
+
+
+def test_every_field_of_the_layout_is_in_the_names() -> None:
+    changes = [{"num_layers": 1}, {"block_size": 8}, {"num_kv_heads": 1}, {"head_dim": 4}, {"dtype": "bfloat16"}]
+    specs = [SMALL_SPEC, *(dataclasses.replace(SMALL_SPEC, **change) for change in changes)]
+    assert len({root_of("v", spec) for spec in specs} | {root_of("w", SMALL_SPEC)}) == len(specs) + 1
+    assert root_of("v", dataclasses.replace(SMALL_SPEC, num_blocks=1)) == root_of("v", SMALL_SPEC)
 
 
 class TestDamage:

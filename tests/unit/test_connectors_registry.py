@@ -27,7 +27,7 @@ from torpor.testing.pinned import PinnedRegistration, pinning_is_permitted
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["ipc", "nixl"])
+    @pytest.mark.parametrize("name", ["ipc", "nixl", "mooncake"])
     def test_the_known_ones_follow_a_sleep(self, name: str) -> None:
         found = get_connector(name)
         assert issubclass(found, KVConnector)
@@ -46,7 +46,7 @@ class TestNames:
         assert caught.value.fields["connector"] == name
 
     def test_an_unknown_one_lists_the_known(self) -> None:
-        with pytest.raises(ConnectorError, match=r"ipc, nixl, offload, or module:Class"):
+        with pytest.raises(ConnectorError, match=r"ipc, nixl, mooncake, offload, or module:Class"):
             get_connector("carrier-pigeon")
 
     def test_without_its_package_nixl_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:

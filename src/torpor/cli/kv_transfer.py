@@ -11,9 +11,11 @@ SETTING = "--kv-transfer-config"
 CONNECTORS = {
     "NixlConnector": "nixl",
     "IpcConnector": "ipc",
+    "MooncakeConnector": "mooncake",
     "OffloadingConnector": "offload",
     "nixl": "nixl",
     "ipc": "ipc",
+    "mooncake": "mooncake",
     "offload": "offload",
 }
 ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}

@@ -19,7 +19,9 @@ class Options:
     max_peers: int = 64  # connections an owner holds, and engines a reader reads from
     socket_dir: str | None = None  # ipc: where the sockets of this user's engines are; None: a folder of the system's
     ucx_tls: str | None = None  # nixl: the one transport UCX may use ("tcp", "rc"); None: UCX chooses
-    staging_bytes: int = 32 << 20  # nixl: of the buffer that bytes wait in until they are known to be right
+    protocol: str = "tcp"  # mooncake: "tcp" or "rdma"
+    device_name: str | None = None  # mooncake over RDMA: the device, several with commas; None: all of them
+    staging_bytes: int = 32 << 20  # nixl, mooncake: of the buffer that bytes wait in until they are known to be right
 
     @classmethod
     def of(cls, config: ConnectorConfig, known: Set[str]) -> Options:
