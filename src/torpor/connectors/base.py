@@ -189,6 +189,12 @@ class KVConnectorWorker(abc.ABC):
         """Withdraw from peers, close sockets, threads and imports. Idempotent, never raises."""
 
 
+def works_by_layer(worker: KVConnectorWorker) -> bool:
+    """Whether it loads or saves inside the forward pass."""
+    names = ("wait_for_layer_load", "save_kv_layer", "wait_for_save")
+    return any(getattr(type(worker), name) is not getattr(KVConnectorWorker, name) for name in names)
+
+
 Reach = Literal["engine", "process", "processes"]
 """Who can read what an engine handed over: that engine alone, engines of its process, or engines of other processes too."""
 
@@ -203,6 +209,7 @@ class KVConnector(abc.ABC):
     guarded: ClassVar[bool] = True  # P4: the KV cache's pool keeps zero pages in its range while it sleeps
     reach: ClassVar[Reach] = "processes"
     finds_by: ClassVar[FindsBy] = "params"
+    children: ClassVar[tuple[type[KVConnector], ...]] = ()  # of one that is made of others
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:

@@ -14,6 +14,7 @@ import torch
 
 from torpor._native import Device, Op
 from torpor.connectors import KVConnectorWorker
+from torpor.connectors.multi import MultiWorker
 from torpor.connectors.worker import PullWorker
 from torpor.errors import RequestError, StateError, TorporError, TransportError
 from torpor.kvcache.types import KVCacheSpec
@@ -140,6 +141,9 @@ class SuiteEngine(KVEngine):
     def grants(self) -> int:
         return len(self.memory.export_ledger.grants())
 
+    def imports(self) -> int:
+        return self._device.stats().live_imports
+
     def release(self) -> None:
         self.worker.release_kv_caches()
         self.publish()
@@ -245,6 +249,8 @@ def fail_next(worker: KVConnectorWorker, phase: Phase) -> bool:
     if isinstance(worker, MemoryConnectorWorker):
         setattr(worker, f"fail_{phase}", 1)
         return True
+    if isinstance(worker, MultiWorker):  # the child that is asked last: the others have done it
+        return fail_next(worker._children[0 if phase == "release" else -1], phase)
     if isinstance(worker, PullWorker):
         _once(worker._transport, "unpublish" if phase == "release" else "publish")
         return True

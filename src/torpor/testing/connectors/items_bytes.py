@@ -74,12 +74,20 @@ def follow(stage: Stage) -> str:
         for who in rounds:
             for engine in who:
                 engine.sleep()
+                _holds_nothing(engine)
             for engine in who:
                 engine.wake()
             names = " and ".join(engine.name for engine in who)
             # The same blocks with other content: what was there before the sleep is wrong now.
             stage.carry(p, d, say=f"after {names} slept (cycle {cycle + 1})")
     return f"{CYCLES * len(rounds)} sleeps, P {'in another process' if apart else 'in this process'}"
+
+
+def _holds_nothing(engine: Engine) -> None:
+    """Of others, while it sleeps; and nobody has leave to read it."""
+    imports, grants = engine.call("imports"), engine.call("grants")
+    if imports or grants:
+        raise Failure(f"while {engine.name} sleeps it has {imports} imports of others, and {grants} grants to read it are open")
 
 
 def in_flight(stage: Stage) -> str:

@@ -26,8 +26,12 @@ BAD_PARAMS: tuple[dict[str, Any], ...] = (
 
 def refusal(stage: Stage) -> str:
     """A connector that does not declare ``supports_sleep_mode`` is refused: at start-up with sleep mode, and with pools only by
-    the sleep that would unmap the KV cache; a pause never is (E4). One that declares it is not refused."""
+    the sleep that would unmap the KV cache; a pause never is (E4). One that declares it is not refused. One that is made of
+    others declares it only if all of those do."""
     kind, config = stage.subject.kind, stage.subject.config("both", "E", "/nonexistent")
+    deaf = [child.__name__ for child in kind.children if not child.supports_sleep_mode]
+    if deaf and kind.supports_sleep_mode:
+        raise Failure(f"it declares supports_sleep_mode, and its {', '.join(deaf)} does not")
     refused = _refuses(lambda: choose_connector(config, SleepConfig(enable_sleep_mode=True), kind))
     rules = sleep_rules(SleepConfig(enable_pools=True), choose_connector(config, SleepConfig(enable_pools=True), kind))
     asked = {f"sleep(level={level})": SleepRequest(level=level, mode="wait") for level in (1, 2)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from torpor.testing.connectors.outcomes import Failure
 from torpor.testing.connectors.stage import Engine, Stage
 
 WARM_UP, CYCLES = 3, 8
 BYTES = ("pinned bytes", "mapped bytes of memory files", "device bytes", "imports", "bytes for images")
 RESOURCES = ("descriptors", "threads", "Python threads")
+SETTLE_S = 2.0  # for threads that end a moment after they were told to
 RESIDENT_SLACK_BYTES = 256 << 10  # a cycle: what an allocator takes and gives
 
 
@@ -34,17 +37,31 @@ def _cycles(stage: Stage, names: tuple[str, ...]) -> tuple[str, int]:
     p, d = stage.pair()
     for _ in range(WARM_UP):
         _cycle(stage, p, d)
-    before = p.call("vitals")
-    for _ in range(CYCLES):
+    before = _asleep(stage, p, d)
+    for _ in range(CYCLES - 1):
         _cycle(stage, p, d)
-    after = p.call("vitals")
+    after = _asleep(stage, p, d)
+    deadline = time.monotonic() + SETTLE_S
+    while any(after[name] > before[name] for name in names) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        after = p.call("vitals")
     grown = ", ".join(f"{name} {before[name]} to {after[name]}" for name in names if after[name] > before[name])
     return grown, after["resident bytes"] - before["resident bytes"]
 
 
 def _cycle(stage: Stage, p: Engine, d: Engine) -> None:
+    _asleep(stage, p, d)
+    for engine in [p] if p is d else [p, d]:
+        engine.wake()
+
+
+def _asleep(stage: Stage, p: Engine, d: Engine) -> dict[str, int]:
+    """What the process has while both sleep, and so nothing of each other; both woke before."""
+    if p.call("residency") != "resident":
+        for engine in [p] if p is d else [p, d]:
+            engine.wake()
     stage.carry(p, d)
     for engine in [p] if p is d else [p, d]:
         engine.sleep()
-    for engine in [p] if p is d else [p, d]:
-        engine.wake()
+    vitals: dict[str, int] = p.call("vitals")
+    return vitals

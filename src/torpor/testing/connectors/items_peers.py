@@ -54,7 +54,7 @@ def silent_peer(stage: Stage) -> str:
 def _meet(p: EngineApart, d: EngineApart, timeout_s: float) -> bool:
     begun = time.monotonic()
     try:
-        p.sleep()
+        report = p.call("doze", timeout_s=timeout_s + 2 * SLACK_S)
     except EngineError as error:
         _check_named(str(error), d)
         _check_time(begun, timeout_s)
@@ -62,6 +62,8 @@ def _meet(p: EngineApart, d: EngineApart, timeout_s: float) -> bool:
             raise Failure("after a release that failed the KV cache is not mapped, or not served") from error
         return True
     _check_time(begun, timeout_s)
+    if report["held"]:
+        raise Failure(f"{report['held']} bytes are held by {report['holders']}, and the sleep did not wait for a peer")
     p.wake()
     return False
 
