@@ -15,7 +15,7 @@ from torpor.connectors import ConnectorConfig, get_connector
 from torpor.connectors.offload import OffloadConnector, OffloadStore
 from torpor.connectors.store import StoreScheduler, shared_store
 from torpor.engine.base import EngineState
-from torpor.errors import BugError, ConfigurationError, DeviceError, HostMemoryError, RequestError, SleepAborted, StateError
+from torpor.errors import BugError, ConfigurationError, DeviceError, HostMemoryError, SleepAborted, StateError
 from torpor.memory.types import Residency
 from torpor.request import FinishReason
 from torpor.testing.engine import FakeWorker
@@ -280,6 +280,19 @@ class TestWeights:
         engine.close()
         reference.close()
 
+    def test_e6_it_reaches_a_store_among_several(self) -> None:
+        children = ["torpor.testing.connectors:MemoryConnector", {"kv_connector": "offload"}]
+        engine = StoreDriver("multi", extra={"connectors": children})
+        engine.answer("a", prompt=LONG)
+        engine.forget()
+        assert engine.answer("b", prompt=LONG) == told(LONG)
+        assert engine.cached("b") == 40
+        engine.core.set_weights_version("fake@2")
+        engine.forget()
+        engine.answer("c", prompt=LONG)
+        assert engine.cached("c") == 0
+        engine.close()
+
     def test_e6_kv_that_was_ordered_with_older_weights_is_not_kept(self, engine: StoreDriver) -> None:
         engine.add("a", max_tokens=1, prompt=LONG)
         engine.step()
@@ -336,10 +349,11 @@ class TestSettings:
 
     @pytest.mark.parametrize("what", ["do_remote_prefill", "do_remote_decode"])
     def test_it_hands_nothing_over(self, engine: StoreDriver, what: str) -> None:
-        with pytest.raises(RequestError, match=f"{what}.*offload"):
-            engine.add("a", prompt=LONG, **{what: True})
-        engine.add("b", max_tokens=1, prompt=LONG, do_remote_prefill=False)
+        """What asks for a transfer is the business of a connector beside it (``multi``)."""
+        engine.add("a", max_tokens=8, prompt=LONG, **{what: True})
         engine.settle()
+        assert engine.tokens["a"] == told(LONG)
+        assert engine.ends["a"].kv_transfer_params is None
 
     def test_by_its_name(self) -> None:
         found = get_connector("offload")

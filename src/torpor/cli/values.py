@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -59,11 +61,12 @@ def split_option(flag: str, text: str) -> tuple[str, str]:
     return key, value
 
 
-def option_value(text: str) -> str | int | float:
-    """What a connector's option says: a number where it reads as one (``8``, ``0.5``, ``4GiB``), else the text itself."""
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    if re.fullmatch(r"-?\d+\.\d+", text):
-        return float(text)
-    match = SIZE.fullmatch(text)
-    return parse_bytes(text) if match and match.group(2).upper() in UNITS else text
+def typed_option(flag: str, text: str) -> tuple[str, Any]:
+    """``KEY=VALUE``. A value that is JSON (a number, true, a list, an object) is that, a size (``4GiB``) its bytes, and any other
+    text."""
+    key, value = split_option(flag, text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        size = SIZE.fullmatch(value)
+        return key, parse_bytes(value) if size and size.group(2).upper() in UNITS else value

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker, StoreStats
+from torpor.connectors.base import FindsBy, KVConnector, KVConnectorScheduler, KVConnectorWorker, Reach, StoreStats
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.geometry import layer_addresses
 from torpor.connectors.offload_disk import DiskShelf
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OPTIONS = {"host_bytes", "disk_dir", "disk_bytes"}
 PIECE_BYTES = 32 << 20  # of one call of the device's copies, between two looks at whether to go on
 
 
@@ -58,7 +59,7 @@ class OffloadOptions:
     @classmethod
     def of(cls, config: ConnectorConfig, spec: KVCacheSpec) -> OffloadOptions:
         """ConfigurationError for unknown options, and for sizes without room for one block."""
-        options = read_options(cls, config, {"host_bytes", "disk_dir", "disk_bytes"})
+        options = read_options(cls, config, OPTIONS)
         if options.disk_dir is None and "disk_bytes" in config.extra:
             raise ConfigurationError("disk_bytes needs a disk_dir", setting="disk_dir", value=None)
         block = block_bytes_of(spec)
@@ -283,6 +284,13 @@ class OffloadConnector(KVConnector):
 
     supports_sleep_mode: ClassVar[bool] = True
     guarded: ClassVar[bool] = False
+    reach: ClassVar[Reach] = "engine"
+    finds_by: ClassVar[FindsBy] = "tokens"
+
+    @classmethod
+    def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        read_options(OffloadOptions, config, OPTIONS)
+        return cls
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torpor.connectors import params as kv_params
 from torpor.connectors.base import ConnectorMetadata, KVConnectorScheduler, LoadRequest, StoreStats
 from torpor.connectors.config import KV_ROLES, ConnectorConfig
-from torpor.errors import BugError, ConfigurationError, RequestError
+from torpor.errors import BugError, ConfigurationError
 from torpor.kvcache.types import BlockId, KVCacheSpec
 from torpor.request import GenerationRequest
 
@@ -146,7 +145,6 @@ class StoreScheduler(KVConnectorScheduler):
             raise ConfigurationError(
                 f"kv_role {config.role!r} is none of {', '.join(KV_ROLES)}", setting="kv_role", value=config.role
             )
-        self._name = config.connector
         self._spec = spec
         self._store = store
         self._looks_up = config.role != "producer"
@@ -163,13 +161,7 @@ class StoreScheduler(KVConnectorScheduler):
         self._store.set_version(version)
 
     def check_params(self, params: dict[str, Any], num_prompt_tokens: int) -> None:
-        for what in ("do_remote_prefill", "do_remote_decode"):
-            if kv_params.wants(params, what):
-                raise RequestError(
-                    f"kv_transfer_params.{what} asks for a transfer between engines; this engine's connector ({self._name}) "
-                    "keeps KV and hands none over",
-                    param=f"kv_transfer_params.{what}",
-                )
+        """What they ask for is a transfer between engines: the business of others beside this one (``multi``), or nobody's."""
 
     def get_num_new_matched_tokens(self, request: GenerationRequest, num_computed_tokens: int) -> tuple[int, bool]:
         # The last token of the prompt is computed here, to sample from.
