@@ -11,10 +11,12 @@ SETTING = "--kv-transfer-config"
 CONNECTORS = {
     "NixlConnector": "nixl",
     "IpcConnector": "ipc",
+    "LMCacheConnectorV1": "lmcache",
     "MooncakeConnector": "mooncake",
     "OffloadingConnector": "offload",
     "nixl": "nixl",
     "ipc": "ipc",
+    "lmcache": "lmcache",
     "mooncake": "mooncake",
     "offload": "offload",
 }

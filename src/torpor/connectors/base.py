@@ -85,21 +85,21 @@ class PeerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Of a connector that keeps KV itself. A block on disk may also be in host memory."""
+    """Of a connector that keeps KV itself. A block on disk may also be in host memory. None: it does not say."""
 
-    host_blocks: int
-    host_bytes: int
+    host_blocks: int | None = None
+    host_bytes: int | None = None
     host_limit_bytes: int
-    disk_blocks: int
-    disk_bytes: int
-    disk_limit_bytes: int
+    disk_blocks: int | None = None
+    disk_bytes: int | None = None
+    disk_limit_bytes: int | None = None
     saved_blocks: int  # this and the following count from the start
     loaded_blocks: int
-    evicted_blocks: int  # given up for newer ones, in either place
+    evicted_blocks: int | None = None  # given up for newer ones, in either place
     skipped_blocks: int  # not kept: everything in host memory was in use
-    disk_errors: int  # files that could not be written, read or removed: disk full, permission lost
-    bad_files: int  # found corrupt, short or of something else: misses, and removed
-    leftover_files: int  # of an engine that was killed, and of other weights or layouts: removed
+    disk_errors: int | None = None  # files that could not be written, read or removed: disk full, permission lost
+    bad_files: int | None = None  # found corrupt, short or of something else: misses, and removed
+    leftover_files: int | None = None  # of an engine that was killed, and of other weights or layouts: removed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ KNOWN = {
     "nixl": "torpor.connectors.nixl:NixlConnector",
     "mooncake": "torpor.connectors.mooncake:MooncakeConnector",
     "offload": "torpor.connectors.offload:OffloadConnector",
+    "lmcache": "torpor.connectors.lmcache:LMCacheConnector",
     "multi": "torpor.connectors.multi:MultiConnector",
 }
 

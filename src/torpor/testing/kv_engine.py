@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torpor._native import Device
-from torpor.connectors import ConnectorConfig, Finished, KVConnector, get_connector, mooncake_engine, nixl_agent
+from torpor.connectors import ConnectorConfig, Finished, KVConnector, get_connector, lmcache_engine, mooncake_engine, nixl_agent
 from torpor.errors import ConnectorError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import BlockId, KVCacheSpec
@@ -32,7 +32,11 @@ POLL_S = 0.002
 
 def missing_package(connector: str) -> str | None:
     """Why a connector of ``torpor.connectors.registry`` cannot run here: its package is not installed, or cannot be loaded."""
-    load = {"nixl": nixl_agent.load_package, "mooncake": mooncake_engine.load_package}.get(connector)
+    load = {
+        "nixl": nixl_agent.load_package,
+        "mooncake": mooncake_engine.load_package,
+        "lmcache": lmcache_engine.load_package,
+    }.get(connector)
     try:
         if load is not None:
             load()
