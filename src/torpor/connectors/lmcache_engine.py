@@ -96,7 +96,7 @@ class Engine:
             save_unfull_chunk=False,
         )
         metadata = self._package.metadata(
-            model_name=spec.model_id,
+            model_name=spec.model_id.replace("@", "-"),  # it separates the parts of LMCache's keys
             world_size=1,
             local_world_size=1,
             worker_id=0,
@@ -165,6 +165,7 @@ class Engine:
     def close(self) -> None:
         """Idempotent. LMCache ends the thread of its event loop and leaves the loop itself open."""
         loop = getattr(getattr(getattr(self, "_engine", None), "storage_manager", None), "loop", None)
+        self._layers = []
         self._package.builder.destroy(self._name)
         if loop is not None and not loop.is_running():
             loop.close()
