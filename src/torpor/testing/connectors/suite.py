@@ -36,6 +36,7 @@ ITEMS: tuple[Item, ...] = (
     Item("refusal", "E4", items_doors.refusal, sleeps=False),
     Item("placement", "P3", items_bytes.placement, sleeps=False),
     Item("own buffers", "E1", items_moves.own_buffers, sleeps=False),
+    Item("blocks end", "P5", items_bytes.blocks_end, sleeps=False),
     Item("wrong requests", "P5", items_doors.wrong_requests, sleeps=False),
     Item("other layout", "P5", items_doors.other_layout, sleeps=False),
     Item("follow", "P1 P4a", items_bytes.follow, processes=1),
