@@ -142,6 +142,13 @@ class TestTransfers:
         assert d.has(A, [0, 7, 2])
         assert [part.loads_done for part in d.worker.stats().children] == [0, 1]
 
+    def test_the_others_hear_that_they_may_let_go(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra={"connectors": [MEMORY, ipc(tmp_path)]})
+        params = p.prefill("r", A, [5, 1, 3])
+        assert d.load("q", A, params, [0, 7, 2]) == "recving"
+        assert d.worker.stats().children[0].loads_done == 1
+        assert p.wait("r", 5) == "sending", "ipc heard of it too"
+
     def test_blocks_are_free_when_the_last_child_has_ended_the_hand_off(self, pairs: Pairs, tmp_path: Path) -> None:
         p, d = pairs.pair(extra=both(tmp_path))
         params = p.prefill("r", A, [5, 1, 3])  # the second child copied at once, and is done with the blocks
