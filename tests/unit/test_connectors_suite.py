@@ -147,6 +147,13 @@ class TestCommand:
         assert (status, outcome["status"]) == (1, "failed")
         assert "released already" in outcome["reason"]
 
+    def test_options_are_json_where_they_read_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        only = ["--only", "own buffers"]
+        assert self.run("pinned", "--option", "read_timeout_s=5", *only, capsys=capsys)[0] == 0
+        status, text = self.run("pinned", "--option", "read_timeout_s=soon", *only, capsys=capsys)
+        assert status == 1
+        assert "read_timeout_s cannot be 'soon'" in " ".join(text.split())
+
     def test_a_class_that_is_not_there_ends_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no.such:Thing", capsys=capsys)[0] == 2
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torpor.cli.console import err, guarded, options, out
-from torpor.cli.values import SIZE, UNITS, parse_bytes, split_option
+from torpor.cli.values import typed_option
 
 if TYPE_CHECKING:
     from torpor.testing.connectors import Outcome, Report
@@ -53,7 +53,7 @@ def check_connector(
         out.print(_explained([(item.name, item.proves, item.says) for item in items]))
         return
     memory = MemoryConfig(driver="cuda") if memory_driver == "cuda" else None
-    subject = Subject.of(connector, extra=dict(_option(o) for o in option or ()), memory=memory)
+    subject = Subject.of(connector, extra=dict(typed_option("--option", o) for o in option or ()), memory=memory)
     if not options.debug:
         logging.disable(logging.ERROR)  # connectors log what goes wrong, and here everything is made to
     outcomes = []
@@ -68,16 +68,6 @@ def check_connector(
         out.print(_table(report))
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE``: a value that is JSON or a size is that, any other is text."""
-    key, value = split_option("--option", text)
-    try:
-        return key, as_json.loads(value)
-    except ValueError:
-        match = SIZE.fullmatch(value)
-        return key, parse_bytes(value) if match and match.group(2).upper() in UNITS else value
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from torpor.errors import ConfigurationError
 
 SETTING = "--kv-transfer-config"
 CONNECTORS = {"NixlConnector": "nixl", "IpcConnector": "ipc", "nixl": "nixl", "ipc": "ipc"}
-MULTI = {"MultiConnector": "multi", "multi": "multi"}
 ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}
 # Known to vLLM, without a meaning here: buffers are where the KV cache is, and lost KV is always recomputed.
 IGNORED = {"kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size"}
 MEANT = {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "engine_id", "kv_ip", "kv_port"}
+MULTI = {"MultiConnector": "multi", "multi": "multi"}
 
 
 def parse_kv_transfer_config(text: str) -> dict[str, Any]:

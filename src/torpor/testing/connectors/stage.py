@@ -178,7 +178,8 @@ class Stage:
     def prompt(self, blocks: int = 3, spec: KVCacheSpec | None = None) -> list[int]:
         """One that nobody had before, whose KV is in so many blocks; its last token is left to compute."""
         size = (spec or SMALL_SPEC).block_size
-        length = blocks * size - (self.random.randrange(size - 1) if self.by_params else 0)
+        # Where KV is found by tokens, whole blocks are, and the block of the last token is not among them.
+        length = blocks * size - self.random.randrange(size - 1) if self.by_params else blocks * size + 1
         return [next(self._names), *(self.random.randrange(1 << 30) for _ in range(length - 1))]
 
     def carry(self, p: Engine, d: Engine, say: str = "") -> None:
