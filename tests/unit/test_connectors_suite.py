@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import threading
 import time
 
@@ -12,6 +13,7 @@ import pytest
 from faulty_connectors import MUTANTS, SOCKETS, Mutant
 
 from torpor.cli import main
+from torpor.connectors import nixl_agent as agents
 from torpor.errors import ConfigurationError, ConnectorError
 from torpor.testing.connectors import (
     ITEMS,
@@ -150,9 +152,18 @@ class TestCommand:
     def test_options_are_json_where_they_read_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         only = ["--only", "own buffers"]
         assert self.run("pinned", "--option", "read_timeout_s=5", *only, capsys=capsys)[0] == 0
-        status, text = self.run("pinned", "--option", "read_timeout_s=soon", *only, capsys=capsys)
-        assert status == 1
-        assert "read_timeout_s cannot be 'soon'" in " ".join(text.split())
+        assert self.run("pinned", "--option", "read_timeout_s=soon", *only, capsys=capsys)[0] == 2
+
+    def test_without_its_package_it_ends_with_2_and_says_what_to_install(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for package in agents.PACKAGES:
+            monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit) as ended:
+            main(["check-connector", "nixl"])
+        logging.disable(logging.NOTSET)
+        assert ended.value.code == 2
+        assert "pip install 'torpor[nixl]'" in " ".join(capsys.readouterr().err.split())
 
     def test_a_class_that_is_not_there_ends_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no.such:Thing", capsys=capsys)[0] == 2
