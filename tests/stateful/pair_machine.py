@@ -315,6 +315,8 @@ class PairMachine(RuleBasedStateMachine):
 
     def cut(self) -> None:
         """Both live on, and have lost each other. A hand-off that D was about to speak of may be over, or not."""
+        if self.hand_offs and not links(self.d.worker.connector):
+            self.read_now(0, None)
         had = len(links(self.d.worker.connector))
         cut(self.p.worker.connector)
         self._links_are_gone()
