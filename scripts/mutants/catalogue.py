@@ -14,6 +14,7 @@ from mutants import (
     scheduling,
     server,
     stores,
+    suite,
     torch_pools,
 )
 from mutants.mutant import Mutant
@@ -31,4 +32,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *torch_pools.MUTANTS,
     *stores.MUTANTS,
     *mooncake.MUTANTS,
+    *suite.MUTANTS,
 )
