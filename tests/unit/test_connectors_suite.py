@@ -157,7 +157,7 @@ class TestCommand:
         assert re.search(r"peer crash +P2 P5 +not applicable .*its reach is 'process'", text)
 
     def test_a_failure_ends_with_1_and_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
-        status, text = self.run("faulty_connectors:OnceOnly", "--only", "double sleep", "--json", capsys=capsys)
+        status, text = self.run("faulty_moves:OnceOnly", "--only", "double sleep", "--json", capsys=capsys)
         (outcome,) = json.loads(text)
         assert (status, outcome["status"]) == (1, "failed")
         assert "released already" in outcome["reason"]

@@ -10,7 +10,7 @@ from torpor.testing.connectors.process import EngineError
 from torpor.testing.connectors.stage import CALL_S, EngineApart, Stage
 
 WITHDRAW_S = 1.0
-SLACK_S = 4.0  # for a busy machine
+SLACK_S = 8.0  # for a busy machine
 READS = {"read_timeout_s": 1.0, "handshake_timeout_s": 1.0, "connect_timeout_s": 1.0}
 
 
@@ -54,7 +54,7 @@ def silent_peer(stage: Stage) -> str:
 def _meet(p: EngineApart, d: EngineApart, timeout_s: float) -> bool:
     begun = time.monotonic()
     try:
-        report = p.call("doze", timeout_s=timeout_s + 2 * SLACK_S)
+        report = p.call("doze", timeout_s=timeout_s + SLACK_S + 2)
     except EngineError as error:
         _check_named(str(error), d)
         _check_time(begun, timeout_s)
