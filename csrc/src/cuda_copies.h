@@ -2,7 +2,7 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +10,7 @@
 
 #include "cuda_host.h"
 #include "cuda_kernels.h"
+#include "cuda_pieces.h"
 
 namespace torpor::cuda {
 
@@ -30,15 +31,19 @@ class Copies {
   void note_released(uint64_t bytes);
 
  private:
+  class Restore;
+
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
-  bool clearing() const;
+  // How much of a restore that begins now is better moved by a kernel.
+  uint64_t bytes_to_pull() const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
   void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
   void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
+  void save_pieces(const std::vector<Piece> &pieces, const std::function<void()> &landed);
 
   const Context &context_;
   HostLocks &locks_;

@@ -25,6 +25,7 @@ inline constexpr CUresult kOutOfMemory = 2;
 inline constexpr int kAttributeProcessors = 16;
 inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
+inline constexpr int kAttributeHostPageTables = 100;  // the device reads host memory through the processor's page tables
 inline constexpr int kAttributeVmm = 102;
 inline constexpr int kAttributePosixFd = 103;
 inline constexpr int kAttributeRdmaVmm = 110;

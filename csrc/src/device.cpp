@@ -1,7 +1,6 @@
 #include "device.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <iterator>
 #include <map>
 
@@ -64,7 +63,7 @@ void pin(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
   pin_host(pins, chunks);
 }
 
-// Which part of the regions that a wake maps has memory already.
+// Which part of the regions that a wake maps has memory already. Of one thread: nobody waits for it.
 class Dawn {
  public:
   void expect(Range range) { reached_[range.address] = {range.address, range.end()}; }
@@ -74,22 +73,15 @@ class Dawn {
   }
   // A region has memory up to `end`.
   void reach(Address end) {
-    change([&] { std::prev(reached_.lower_bound(end))->second.there = end; });
+    std::prev(reached_.lower_bound(end))->second.there = end;
   }
-  void fail() {
-    change([&] { failed_ = true; });
-  }
-  // False: it will not have memory. What lies outside the regions that are waited for is nobody's business here.
-  bool wait(Range range) {
-    std::unique_lock<std::mutex> guard(mutex_);
+  // What lies outside the regions that are waited for is nobody's business here.
+  bool ready(Range range) const {
     auto next = reached_.upper_bound(range.address);
     if (next != reached_.begin()) --next;
     for (; next != reached_.end() && next->first < range.end(); ++next) {
       const Part &part = next->second;
-      const Address needed = std::min(range.end(), part.end);
-      if (part.end <= range.address) continue;
-      changed_.wait(guard, [&] { return failed_ || part.there >= needed; });
-      if (part.there < needed) return false;
+      if (part.end > range.address && part.there < std::min(range.end(), part.end)) return false;
     }
     return true;
   }
@@ -98,18 +90,7 @@ class Dawn {
   struct Part {
     Address there = 0, end = 0;
   };
-  template <typename Change>
-  void change(const Change &body) {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      body();
-    }
-    changed_.notify_all();
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<Address, Part> reached_;  // by start; its keys stay
-  bool failed_ = false;
+  std::map<Address, Part> reached_;  // by start
 };
 
 std::vector<ImageChunk> checked_chunks(const Images &images) {
@@ -238,15 +219,13 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   pin_host(pins, chunks);
   Rising rising(regions);
   Beside beside;
-  beside.ready = [&](Range range) { return dawn.wait(range); };
-  beside.work = [&] {
-    try {
-      rising.run([&](Range range) { dawn.reach(range.end()); });
-      pin_device(pins, chunks);
-    } catch (...) {
-      dawn.fail();
-      throw;
-    }
+  beside.ready = [&](Range range) { return dawn.ready(range); };
+  beside.work = [&](const std::function<void()> &more) {
+    rising.run([&](Range range) {
+      dawn.reach(range.end());
+      more();
+    });
+    pin_device(pins, chunks);
   };
   restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
 }

@@ -64,8 +64,10 @@ std::vector<tp_span> spans_of(const BlockCopies &blocks);
 
 // What goes on beside copies to the device. Either may be empty.
 struct Beside {
-  std::function<void()> work;        // called once, on the caller's thread; it may make the memory that is copied to
-  std::function<bool(Range)> ready;  // blocks until the range can be written; false: it never will
+  // Called once, on the caller's thread; it may make the memory that is copied to, and calls `more` when there is more of it.
+  std::function<void(const std::function<void()> &more)> work;
+  // Can the range be written now? Asked inside `more` only; once the work has ended all can.
+  std::function<bool(Range)> ready;
 };
 
 class Driver {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <string>
 #include <vector>
 
 #include "cuda_table.h"
@@ -20,7 +21,7 @@ using namespace torpor::cuda;
 
 namespace {
 
-constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400;
+constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400, kRefused = 719;
 constexpr size_t kGranule = size_t{64} << 10;  // real ones have 2 MiB; small keeps the tests fast
 constexpr size_t kTotal = size_t{8} << 30;
 
@@ -49,10 +50,21 @@ CUmemGenericAllocationHandle next_handle = 1000;
 int primary_retains = 0;
 thread_local int pushed = 0;
 int out_of_order = 0;
+int64_t pulls = 0;
+struct {
+  std::string call;
+  int64_t left = 0;  // calls until it is refused
+} refusal;
 
 CUresult bad(CUresult result) {
   ++out_of_order;
   return result;
+}
+
+// Does the test want this call to fail?
+bool refuses(const char *call) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return refusal.call == call && refusal.left > 0 && --refusal.left == 0;
 }
 
 size_t used() {
@@ -109,6 +121,8 @@ using Lock = std::lock_guard<std::mutex>;
 
 }  // namespace
 
+#define MAY_REFUSE \
+  if (refuses(__func__)) return kRefused
 #define FAKE extern "C" __attribute__((visibility("default")))
 
 FAKE CUresult cuInit(unsigned) { return kSuccess; }
@@ -126,6 +140,7 @@ FAKE CUresult cuDeviceGet(CUdevice *device, int ordinal) {
 }
 FAKE CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice) {
   *value = attribute == kAttributeVmm || attribute == kAttributePosixFd || attribute == kAttributeRdmaVmm;
+  if (attribute == kAttributeComputeMajor) *value = 9;  // one of those that clear released memory with their copy engines
   return kSuccess;
 }
 FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) {
@@ -140,6 +155,7 @@ FAKE CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
   return kSuccess;
 }
 FAKE CUresult cuCtxPushCurrent_v2(CUcontext) {
+  MAY_REFUSE;
   ++pushed;
   return kSuccess;
 }
@@ -147,7 +163,10 @@ FAKE CUresult cuCtxPopCurrent_v2(CUcontext *context) {
   *context = reinterpret_cast<CUcontext>(0x1234);
   return --pushed < 0 ? bad(kInvalidContext) : kSuccess;
 }
-FAKE CUresult cuCtxSynchronize() { return check_context(); }
+FAKE CUresult cuCtxSynchronize() {
+  MAY_REFUSE;
+  return check_context();
+}
 FAKE CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
   Lock lock(mutex);
   *free = kTotal - used();
@@ -163,18 +182,20 @@ FAKE CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, C
   if (bytes % kGranule != 0) return bad(kInvalid);
   Lock lock(mutex);
   static CUdeviceptr behind_the_last = 0;
+  constexpr size_t kHole = size_t{256} << 20;  // behind what is placed anew: the next ones go there
   constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   const CUdeviceptr wish = (behind_the_last + align - 1) / align * align;
   void *got = wish == 0 ? MAP_FAILED : mmap(pointer(wish), bytes, PROT_NONE, kReserve | MAP_FIXED_NOREPLACE, -1, 0);
   if (got != MAP_FAILED) {
     *at = wish;
   } else {
-    got = mmap(nullptr, bytes + align, PROT_NONE, kReserve, -1, 0);
+    const size_t all = bytes + align + kHole;
+    got = mmap(nullptr, all, PROT_NONE, kReserve, -1, 0);
     if (got == MAP_FAILED) return kOutOfMemory;
     const auto start = reinterpret_cast<CUdeviceptr>(got);
     *at = (start + align - 1) / align * align;
     if (*at > start) munmap(got, *at - start);
-    if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
+    munmap(pointer(*at + bytes), start + all - (*at + bytes));
   }
   behind_the_last = *at + bytes;
   reservations[*at] = bytes;
@@ -191,6 +212,7 @@ FAKE CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
   return kSuccess;
 }
 FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long) {
+  MAY_REFUSE;
   if (bytes == 0 || bytes % kGranule != 0) return bad(kInvalid);
   if (prop->type != kAllocationPinned || prop->location.type != kLocationDevice) return bad(kInvalid);
   Lock lock(mutex);
@@ -202,6 +224,7 @@ FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, co
   return kSuccess;
 }
 FAKE CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = allocations.find(handle);
   if (found == allocations.end() || found->second.released) return bad(kInvalidHandle);
@@ -216,6 +239,7 @@ FAKE CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, 
   return allocations.count(handle) ? kSuccess : bad(kInvalidHandle);
 }
 FAKE CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = allocations.find(handle);
   if (found == allocations.end() || found->second.bytes != bytes || offset != 0 || !reserved(at, bytes)) return bad(kInvalid);
@@ -228,6 +252,7 @@ FAKE CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGeneric
   return kSuccess;
 }
 FAKE CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = exact(at, bytes);
   if (found.empty()) return bad(kNotMapped);
@@ -241,6 +266,7 @@ FAKE CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
   return kSuccess;
 }
 FAKE CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = exact(at, bytes);
   if (found.empty() || count != 1) return bad(kNotMapped);
@@ -278,6 +304,7 @@ FAKE CUresult cuMemHostUnregister(void *at) {
   return registered.erase(reinterpret_cast<CUdeviceptr>(at)) == 1 ? check_context() : bad(kInvalid);
 }
 FAKE CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
+  MAY_REFUSE;
   *at = operator new(bytes);
   Lock lock(mutex);
   host_buffers.insert(*at);
@@ -317,15 +344,18 @@ CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool ds
 }  // namespace
 
 FAKE CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream) {
+  MAY_REFUSE;
   return copy(pointer(dst), src, bytes, stream, true, false);
 }
 FAKE CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  MAY_REFUSE;
   return copy(dst, pointer(src), bytes, stream, false, true);
 }
 FAKE CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
   return copy(pointer(dst), pointer(src), bytes, stream, true, true);
 }
 FAKE CUresult cuStreamCreate(CUstream *stream, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   *stream = reinterpret_cast<CUstream>(new char);
   streams.insert(*stream);
@@ -338,14 +368,17 @@ FAKE CUresult cuStreamDestroy_v2(CUstream stream) {
   return check_context();
 }
 FAKE CUresult cuStreamSynchronize(CUstream stream) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return streams.count(stream) && events.count(event) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuEventCreate(CUevent *event, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   *event = reinterpret_cast<CUevent>(new char);
   events.insert(*event);
@@ -358,10 +391,12 @@ FAKE CUresult cuEventDestroy_v2(CUevent event) {
   return kSuccess;
 }
 FAKE CUresult cuEventRecord(CUevent event, CUstream stream) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return events.count(event) && streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuEventSynchronize(CUevent event) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return events.count(event) ? check_context() : bad(kInvalidHandle);
 }
@@ -386,11 +421,17 @@ FAKE CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *na
 }
 FAKE CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                              unsigned, CUstream stream, void **arguments, void **) {
+  MAY_REFUSE;
   {
     Lock lock(mutex);
     if (!streams.count(stream) || gx == 0 || gy != 1 || gz != 1 || by != 1 || bz != 1) return bad(kInvalid);
   }
-  reinterpret_cast<FakeKernel>(function)(gx, bx, arguments);
+  const auto kernel = reinterpret_cast<FakeKernel>(function);
+  kernel(gx, bx, arguments);
+  if (kernel == fake_kernel("torpor_pull")) {
+    Lock lock(mutex);
+    ++pulls;
+  }
   return check_context();
 }
 
@@ -409,6 +450,22 @@ FAKE const char *fake_cuda_left() {
   }
   text = out.str();
   return text.c_str();
+}
+
+FAKE void fake_cuda_refuse(const char *call, int64_t nth) {
+  Lock lock(mutex);
+  refusal.call = call;
+  refusal.left = nth;
+}
+
+FAKE int64_t fake_cuda_calls_to_refusal() {
+  Lock lock(mutex);
+  return refusal.left;
+}
+
+FAKE int64_t fake_cuda_pulls() {
+  Lock lock(mutex);
+  return pulls;
 }
 
 FAKE int64_t fake_cuda_page_locked() {

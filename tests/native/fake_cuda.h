@@ -12,4 +12,12 @@ void check_nothing_left();
 // Bytes page-locked now; -1 where the fake is not loaded.
 int64_t page_locked();
 
+// How often the kernel that reads host memory was launched; -1 where the fake is not loaded.
+int64_t pulls();
+
+// The nth of these calls to the driver fails, and no other. Nothing where the fake is not loaded.
+void refuse(const char *call, int64_t nth);
+// Was that call reached? No refusal is left.
+bool refused();
+
 }  // namespace fake_cuda
