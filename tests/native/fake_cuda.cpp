@@ -42,6 +42,11 @@ std::map<CUmemGenericAllocationHandle, Allocation> allocations;
 std::map<CUdeviceptr, size_t> reservations;
 std::map<CUdeviceptr, Map> maps;
 std::map<CUdeviceptr, size_t> registered;
+struct {
+  std::string call;
+  int64_t left = 0;  // calls until it is refused
+} refusal;
+int64_t pulls = 0;
 std::set<void *> host_buffers;
 std::set<CUstream> streams;
 std::set<CUevent> events;
@@ -50,11 +55,6 @@ CUmemGenericAllocationHandle next_handle = 1000;
 int primary_retains = 0;
 thread_local int pushed = 0;
 int out_of_order = 0;
-int64_t pulls = 0;
-struct {
-  std::string call;
-  int64_t left = 0;  // calls until it is refused
-} refusal;
 
 CUresult bad(CUresult result) {
   ++out_of_order;

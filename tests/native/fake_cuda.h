@@ -5,13 +5,6 @@
 
 namespace fake_cuda {
 
-// Nothing created, mapped, reserved, page-locked or pushed is left, and no call was out of order. Passes where the fake is not
-// loaded.
-void check_nothing_left();
-
-// Bytes page-locked now; -1 where the fake is not loaded.
-int64_t page_locked();
-
 // How often the kernel that reads host memory was launched; -1 where the fake is not loaded.
 int64_t pulls();
 
@@ -19,5 +12,12 @@ int64_t pulls();
 void refuse(const char *call, int64_t nth);
 // Was that call reached? No refusal is left.
 bool refused();
+
+// Nothing created, mapped, reserved, page-locked or pushed is left, and no call was out of order. Passes where the fake is not
+// loaded.
+void check_nothing_left();
+
+// Bytes page-locked now; -1 where the fake is not loaded.
+int64_t page_locked();
 
 }  // namespace fake_cuda
