@@ -177,27 +177,51 @@ FAKE CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllo
   *granularity = kGranule;
   return kSuccess;
 }
-// As the driver does, one range next to the other where that is possible: what copies in long stretches meets the borders.
+namespace {
+
+constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+// Addresses that are the fake's for good. As the driver does, it places one range next to the other: what copies in long stretches
+// meets the borders.
+struct Window {
+  static constexpr size_t kBytes = size_t{64} << 30;
+  CUdeviceptr start = 0, next = 0;
+
+  bool holds(CUdeviceptr at) const { return start != 0 && at >= start && at < start + kBytes; }
+  // 0: there is no room.
+  CUdeviceptr place(size_t bytes, size_t align) {
+    if (start == 0) {
+      void *got = mmap(nullptr, kBytes, PROT_NONE, kReserve, -1, 0);
+      if (got == MAP_FAILED) return 0;
+      start = next = reinterpret_cast<CUdeviceptr>(got);
+    }
+    for (int round = 0; round < 2; ++round, next = start) {
+      CUdeviceptr at = (next + align - 1) / align * align;
+      for (auto other = reservations.upper_bound(at); at + bytes <= start + kBytes; other = reservations.upper_bound(at)) {
+        const bool over_before = other != reservations.begin() && std::prev(other)->first + std::prev(other)->second > at;
+        if (!over_before && (other == reservations.end() || other->first >= at + bytes)) return next = at + bytes, at;
+        const auto &in_the_way = over_before ? *std::prev(other) : *other;
+        at = (in_the_way.first + in_the_way.second + align - 1) / align * align;
+      }
+    }
+    return 0;
+  }
+} window;
+
+}  // namespace
+
 FAKE CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdeviceptr, unsigned long long) {
   if (bytes % kGranule != 0) return bad(kInvalid);
   Lock lock(mutex);
-  static CUdeviceptr behind_the_last = 0;
-  constexpr size_t kHole = size_t{256} << 20;  // behind what is placed anew: the next ones go there
-  constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  const CUdeviceptr wish = (behind_the_last + align - 1) / align * align;
-  void *got = wish == 0 ? MAP_FAILED : mmap(pointer(wish), bytes, PROT_NONE, kReserve | MAP_FIXED_NOREPLACE, -1, 0);
-  if (got != MAP_FAILED) {
-    *at = wish;
-  } else {
-    const size_t all = bytes + align + kHole;
-    got = mmap(nullptr, all, PROT_NONE, kReserve, -1, 0);
+  *at = bytes < Window::kBytes ? window.place(bytes, align) : 0;
+  if (*at == 0) {
+    void *got = mmap(nullptr, bytes + align, PROT_NONE, kReserve, -1, 0);
     if (got == MAP_FAILED) return kOutOfMemory;
     const auto start = reinterpret_cast<CUdeviceptr>(got);
     *at = (start + align - 1) / align * align;
     if (*at > start) munmap(got, *at - start);
-    munmap(pointer(*at + bytes), start + all - (*at + bytes));
+    if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
   }
-  behind_the_last = *at + bytes;
   reservations[*at] = bytes;
   return kSuccess;
 }
@@ -208,7 +232,7 @@ FAKE CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
   const auto next = maps.lower_bound(at);
   if (next != maps.end() && next->first < at + bytes) return bad(kInvalid);
   reservations.erase(found);
-  munmap(pointer(at), bytes);
+  if (!window.holds(at)) munmap(pointer(at), bytes);  // nothing is mapped in it, so nothing has to be done to the window's
   return kSuccess;
 }
 FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long) {
