@@ -321,10 +321,12 @@ TORPOR_API tp_status tp_restore(tp_device *device, const tp_image *images, uint6
 }
 
 TORPOR_API tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m,
-                             uint64_t chunk_bytes, uint32_t threads, tp_error *err) {
+                             uint64_t chunk_bytes, uint32_t threads, tp_mapped mapped, void *context, tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
-    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads);
+    std::function<void()> tell;
+    if (mapped != nullptr) tell = [&] { mapped(context); };
+    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads, tell);
   });
 }
 

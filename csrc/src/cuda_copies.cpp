@@ -145,6 +145,7 @@ void Copies::copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chu
   const Kernels *compiled = kernels();
   if (compiled != nullptr && !chunks.empty()) return restore(*compiled, chunks, beside);
   if (beside.work) beside.work([] {});
+  if (beside.meanwhile) beside.meanwhile();
   std::vector<tp_span> spans;
   std::vector<HashItem> arrived;
   for (const CheckedCopy &chunk : chunks) {

@@ -110,6 +110,7 @@ void Copies::restore(const Kernels &compiled, const std::vector<CheckedCopy> &ch
   const auto ready = [&](const tp_span &span) { return !beside.ready || beside.ready({span.dst, span.bytes}); };
   if (beside.work) beside.work([&] { job.advance(ready); });
   job.advance([](const tp_span &) { return true; });
+  if (beside.meanwhile) beside.meanwhile();
   job.finish();
 }
 

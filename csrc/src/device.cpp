@@ -201,9 +201,10 @@ void Device::restore(const Images &images, uint32_t threads) {
   restore_chunks(*driver_, chunks, std::max(threads, 1u), {});
 }
 
-void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads) {
+void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads, const std::function<void()> &mapped) {
   if (driver_->chunk_by_chunk()) {
     map_regions(regions);
+    if (mapped) mapped();
     return restore(images, threads);
   }
   const std::vector<ImageChunk> chunks = checked_chunks(images);
@@ -227,6 +228,7 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
     });
     pin_device(pins, chunks);
   };
+  beside.meanwhile = mapped;
   restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
 }
 

@@ -9,6 +9,7 @@
 // Counters are atomic and read without a lock, so that stats answer while a large map runs.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -44,7 +45,8 @@ class Device {
   void save(const Images &images, uint32_t threads);
   void restore(const Images &images, uint32_t threads);
   // Maps the regions and restores the images, most of which lie in them.
-  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads);
+  // mapped: may be empty; called when all regions are, before the copies have ended.
+  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads, const std::function<void()> &mapped);
 
   std::mutex structure;
   AccessTable access;

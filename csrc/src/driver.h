@@ -62,12 +62,14 @@ struct BlockCopies {
 // Runs of neighbours on both sides become one span.
 std::vector<tp_span> spans_of(const BlockCopies &blocks);
 
-// What goes on beside copies to the device. Either may be empty.
+// What goes on beside copies to the device. Each may be empty.
 struct Beside {
   // Called once, on the caller's thread; it may make the memory that is copied to, and calls `more` when there is more of it.
   std::function<void(const std::function<void()> &more)> work;
   // Can the range be written now? Asked inside `more` only; once the work has ended all can.
   std::function<bool(Range)> ready;
+  // Called once, on the caller's thread, when the work has ended and every copy has been started.
+  std::function<void()> meanwhile;
 };
 
 class Driver {

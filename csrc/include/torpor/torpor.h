@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 3
+#define TP_ABI_VERSION 4
 
 typedef enum tp_status {
   TP_OK = 0,
@@ -174,10 +174,12 @@ tp_status tp_save(tp_device *device, const tp_image *images, uint64_t n, uint64_
 /* Copies the images' chunks to the device; checked[i] is the hash of what is read there afterwards. */
 tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
 /* tp_regions_map and tp_restore in one. On `cuda` both go on at once: what has memory is copied to while the rest gets it, in the order
- * of the regions. A failure to create or map leaves every region as it was; after another failure they may be mapped, and their content
- * is undefined: tp_regions_unmap them. */
+ * of the regions. `mapped`, where it is given, is called once, on the caller's thread, when all regions are mapped and all copies have
+ * been started; they go on meanwhile. A failure to create or map leaves every region as it was, and `mapped` uncalled; after another
+ * failure they may be mapped, and their content is undefined: tp_regions_unmap them. */
+typedef void (*tp_mapped)(void *context);
 tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m, uint64_t chunk_bytes,
-                  uint32_t threads, tp_error *err);
+                  uint32_t threads, tp_mapped mapped, void *context, tp_error *err);
 
 /* ---- host arenas --------------------------------------------------------------------------------------------------------- */
 /* Address space for host images; costs no memory until committed. */

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torpor.errors import ConfigurationError, TorporError
 
-from .library import TpDeviceStats, TpImage, call
+from .library import MAPPED, TpDeviceStats, TpImage, call
 from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
@@ -173,15 +173,24 @@ class Device(Owned):
         table = _image_table(images, chunk_bytes)
         call("tp_restore", self.handle, table, len(table), chunk_bytes, threads)
 
-    def wake(self, regions: Sequence[Region], images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+    def wake(
+        self,
+        regions: Sequence[Region],
+        images: Sequence[ChunkImage],
+        chunk_bytes: int,
+        threads: int = 1,
+        mapped: Callable[[], None] | None = None,
+    ) -> None:
         """:meth:`map` and :meth:`restore_chunks` in one. On ``cuda`` both go on at once: what has memory is copied to while the
-        rest gets it, in the order of the regions.
+        rest gets it, in the order of the regions. ``mapped`` is called once, on this thread, when all regions are mapped, while
+        the copies go on; what it raises leaves here when they have ended.
 
-        A failure to create or map leaves every region as it was. After another failure they may be mapped, their content
-        undefined: :meth:`unmap` them.
+        A failure to create or map leaves every region as it was, and ``mapped`` uncalled. After another failure they may be
+        mapped, their content undefined: :meth:`unmap` them.
         """
-        table = _image_table(images, chunk_bytes)
-        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads)
+        table, told = _image_table(images, chunk_bytes), _Told(mapped)
+        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads, told.pointer, None)
+        told.raise_what_was_raised()
 
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
@@ -227,6 +236,26 @@ class Device(Owned):
 
     def __repr__(self) -> str:
         return f"<Device {self.driver}{' closed' if self.closed else ''}>"
+
+
+class _Told:
+    """A function for the library to call. ctypes drops what it raises, so it is kept."""
+
+    def __init__(self, function: Callable[[], None] | None) -> None:
+        self._function = function
+        self._raised: BaseException | None = None
+        self.pointer = MAPPED(self._run) if function is not None else MAPPED()
+
+    def _run(self, _context: object) -> None:
+        assert self._function is not None
+        try:
+            self._function()
+        except BaseException as error:
+            self._raised = error
+
+    def raise_what_was_raised(self) -> None:
+        if self._raised is not None:
+            raise self._raised
 
 
 def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array[TpImage]:
