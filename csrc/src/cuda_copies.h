@@ -37,8 +37,8 @@ class Copies {
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
-  // How much of a restore that begins now is better moved by a kernel.
-  uint64_t bytes_to_pull() const;
+  // How much of a restore that begins now, beside the making of so much memory, is better moved by a kernel.
+  uint64_t bytes_to_pull(uint64_t made) const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
   void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);

@@ -210,8 +210,11 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   const std::vector<ImageChunk> chunks = checked_chunks(images);
   AccessTable::Pins pins(access);
   Dawn dawn;
+  Beside beside;
   for (Region *region : regions) {
-    if (!region->space.mapped()) dawn.expect(region->space.range());
+    if (region->space.mapped()) continue;
+    dawn.expect(region->space.range());
+    beside.makes += region->space.range().bytes;
   }
   const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
   std::vector<ImageChunk> there;
@@ -219,7 +222,6 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   pin_device(pins, there);
   pin_host(pins, chunks);
   Rising rising(regions);
-  Beside beside;
   beside.ready = [&](Range range) { return dawn.ready(range); };
   beside.work = [&](const std::function<void()> &more) {
     rising.run([&](Range range) {

@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         "native-nothing-is-pulled",
         "csrc/src/cuda_restore.cpp",
-        "  if (left_ns <= 0 || ",
-        "  if (left_ns >= 0 || ",
+        "if (to_pull_ > span.bytes / 2 && ",
+        "if (to_pull_ < span.bytes / 2 && ",
         "a wake right after its sleep is a fifth slower than the link",
         NATIVE_CUDA + "chunks_are_pulled_while_released_memory_is_cleared",
     ),
