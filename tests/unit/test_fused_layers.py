@@ -77,6 +77,15 @@ def test_e2_weights_that_are_read_again_are_the_fused_layers_too(tmp_path: Path,
     assert answers(worker) == before
 
 
+def test_one_layer_of_each_kind_runs_all_kernels(tmp_path: Path, started: Callable[..., Worker]) -> None:
+    """What is compiled before a capture: the first norm is alone in the first layer only, and a window is another plan."""
+    save_tiny(tmp_path, "qwen3", num_hidden_layers=4, sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    fused = started(tmp_path, fused_layers="on").model.fused
+    assert fused is not None
+    assert [layer.attention.sliding_window for layer in fused._layers] == [None, None, 8, 8]
+    assert fused.kinds == (0, 1, 2)
+
+
 def test_other_layers_stay_as_transformers_computes_them(tmp_path: Path, started: Callable[..., Worker]) -> None:
     model = save_tiny(tmp_path, "gemma3")
     worker = started(tmp_path, fused_layers="on")

@@ -7,8 +7,6 @@ go on. SIGINT is ignored: an interrupt at the terminal reaches the client too, a
 from __future__ import annotations
 
 import faulthandler
-import gc
-import importlib
 import logging
 import os
 import shutil
@@ -55,15 +53,9 @@ def main() -> int:
 
 
 def settled(factory: CoreFactory) -> CoreFactory:
-    """Keeps the garbage collector from what stays for ever: looking through the model libraries' 360,000 objects is a fifth of
-    importing them, and 0.2 s in which a serving core does not step."""
+    """Keeps the garbage collector from what stays for ever: looking through it is 0.2 s in which a serving core does not step."""
 
     def make(**callbacks: Any) -> EngineCore:
-        gc.disable()
-        try:
-            importlib.import_module("torpor.engine.worker")
-        finally:
-            gc.enable()
         core = factory(**callbacks)
         collector.settle()
         return core
