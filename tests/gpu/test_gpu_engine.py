@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -308,18 +309,27 @@ def test_two_engines_on_one_gpu_take_turns(folder: Path, tmp_path: Path) -> None
         second.shutdown()
 
 
-def test_a_hundred_cycles_keep_answers_and_device_bytes(folder: Path, device_bytes: Callable[..., int]) -> None:
+def test_a_hundred_cycles_keep_answers_and_bytes_of_device_and_host(folder: Path, device_bytes: Callable[..., int]) -> None:
     core = gpu_core(folder)
     try:
+        memory = worker_of(core).memory
         expected = answers(core, PROMPTS[:2], 4, "before")
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, int]] = []
         for turn in range(100):
             done(core, core.sleep(SleepRequest(level=1)))
             asleep = device_bytes()
             done(core, core.wake_up())
             assert answers(core, PROMPTS[:2], 4, f"turn {turn}") == expected
-            seen.append((asleep, device_bytes()))
+            seen.append((asleep, device_bytes(), memory.stats().host_committed_bytes))
+            if turn == 9:
+                resident = resident_bytes()
         for kind in zip(*seen[5:], strict=True):
-            assert max(kind) - min(kind) <= 4 << 20, "device bytes, asleep and awake, are flat"
+            assert max(kind) - min(kind) <= 4 << 20, "device bytes, asleep and awake, and those of host images are flat"
+        assert resident_bytes() - resident <= 16 << 20, "and so is the process"
     finally:
         core.shutdown()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

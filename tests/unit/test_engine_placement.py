@@ -185,3 +185,22 @@ def test_a_wake_that_does_not_end_says_where_it_is(
     )
     core.step()
     assert core.wait_s() is None, "nothing is left to tell"
+
+
+def test_a_shutdown_that_waits_for_a_wake_says_what_it_waits_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle_parts, "TELL_S", 0.05)
+    core = start_core(tiny_engine(folder))
+    done(core, core.sleep(SleepRequest(level=1)))
+    goes_on = threading.Event()
+
+    def the_hook_that_hangs() -> None:
+        assert goes_on.wait(30)
+
+    worker_of(core).memory.register_tag_hooks("kv_cache", after_map=the_hook_that_hangs)
+    core.wake_up()
+    threading.Timer(0.5, goes_on.set).start()
+    core.shutdown()
+    assert goes_on.is_set()
+    assert any("the_hook_that_hangs" in record.getMessage() for record in caplog.records)

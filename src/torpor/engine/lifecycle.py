@@ -158,7 +158,7 @@ class Lifecycle:
         job, drain = self._job, self._drain
         tickets = [*(job.tickets if job else ()), *(drain.tickets if drain else ()), *(call.ticket for call in self._queue)]
         if job is not None:
-            job.future.exception()
+            job.wait(self._clock)
         self._job = self._drain = None
         self._queue.clear()
         self._move(_S.DEAD)

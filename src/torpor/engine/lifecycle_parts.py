@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -97,6 +97,11 @@ class Job:
         if now - self.told >= TELL_S:
             self.told = now
             log.warning("%s for %.0f s, not ended yet: it is in %s", self.name, now - self.started, self.work.where())
+
+    def wait(self, clock: Callable[[], float]) -> None:
+        """Blocks until it has ended, and tells meanwhile."""
+        while not wait([self.future], TELL_S).done:
+            self.tell(clock())
 
     def tells_in(self, now: float) -> float:
         return max(0.0, self.told + TELL_S - now)
