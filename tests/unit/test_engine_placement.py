@@ -167,11 +167,12 @@ def test_a_wake_that_does_not_end_says_where_it_is(
 
     unregister = worker_of(core).memory.register_tag_hooks("kv_cache", after_map=the_hook_that_hangs)
     try:
-        ticket = core.wake_up()
-        while len(told) < 3:
+        ticket, deadline = core.wake_up(), time.monotonic() + 20
+        while len(told) < 3 and time.monotonic() < deadline:
             core.step()
             time.sleep(min(core.wait_s() or 0.0, 0.05))
             told = [record.getMessage() for record in caplog.records if "not ended yet" in record.getMessage()]
+        assert len(told) >= 3
         assert not ticket.done()
         assert core.state is EngineState.WAKING
         goes_on.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torpor.engine.worker import Worker
 from torpor.errors import ConfigurationError
 from torpor.memory import Memory, MemoryConfig
 from torpor.models import ModelConfig, load_model, resolve_model
+from torpor.models.attention import StepContext
 from torpor.models.fused import ops
 
 PROMPTS = prompts(9, 5, 14)
@@ -84,6 +86,13 @@ def test_one_layer_of_each_kind_runs_all_kernels(tmp_path: Path, started: Callab
     assert fused is not None
     assert [layer.attention.sliding_window for layer in fused._layers] == [None, None, 8, 8]
     assert fused.kinds == (0, 1, 2)
+
+
+def test_keys_are_not_stored_before_a_connector_has_loaded_the_layer() -> None:
+    step = SimpleNamespace(stored_elsewhere=True)
+    batch: Any = None
+    assert StepContext(batch=batch, step=step, kv_caches=()).stored_elsewhere  # type: ignore[arg-type]
+    assert not StepContext(batch=batch, step=step, kv_caches=(), events=object()).stored_elsewhere  # type: ignore[arg-type]
 
 
 def test_other_layers_stay_as_transformers_computes_them(tmp_path: Path, started: Callable[..., Worker]) -> None:
