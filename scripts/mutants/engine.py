@@ -9,7 +9,6 @@ EXECUTOR = "src/torpor/engine/executor.py"
 KV_CONNECTOR = "src/torpor/engine/kv_connector.py"
 LIFECYCLE = "src/torpor/engine/lifecycle.py"
 LIFECYCLE_PARTS = "src/torpor/engine/lifecycle_parts.py"
-EARLY_GPU = "src/torpor/engine/early_gpu.py"
 PLAN = "src/torpor/engine/sleep_plan.py"
 WORKER = "src/torpor/engine/worker.py"
 PLACEMENT_TESTS = "tests/unit/test_engine_placement.py::"
@@ -283,13 +282,5 @@ MUTANTS = (
         "            pass\n",
         "an engine that is shut down in a wake that hangs looks dead",
         PLACEMENT_TESTS + "test_a_shutdown_that_waits_for_a_wake_says_what_it_waits_for",
-    ),
-    Mutant(
-        "start-up-does-not-wait-for-the-gpu",
-        EARLY_GPU,
-        "            self._thread.join()\n",
-        "            pass\n",
-        "two threads set the GPU up at once",
-        "tests/unit/test_early_gpu.py::test_torch_gets_its_context_while_the_device_is_open",
     ),
 )

@@ -6,6 +6,7 @@ go on. SIGINT is ignored: an interrupt at the terminal reaches the client too, a
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from torpor.engine import collector
+from torpor.engine.bytecode import keep_bytecode
 from torpor.engine.channels import ZmqChannel
 from torpor.engine.client import core_factory
 from torpor.engine.core import EngineCore
@@ -36,6 +38,8 @@ def main() -> int:
     stdin = sys.stdin.buffer
     bootstrap = read_bootstrap(stdin)
     os.set_inheritable(bootstrap.life_fd, False)
+    with contextlib.suppress(RuntimeError):  # no home folder
+        keep_bytecode(bootstrap.config.model.cache_folder)
     logging.basicConfig(
         level=bootstrap.log_level, format="%(asctime)s core %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -21,7 +21,6 @@ from torpor.engine import collector
 from torpor.engine.base import EngineInfo, EngineState
 from torpor.engine.config import EngineConfig
 from torpor.engine.core import EngineCore
-from torpor.engine.early_gpu import EarlyGpu
 from torpor.engine.executor import Executor, Progress, UniprocExecutor
 from torpor.engine.kv_connector import choose_connector
 from torpor.engine.lifecycle_parts import Background
@@ -69,9 +68,7 @@ def start_core(
 ) -> EngineCore:
     """An engine core that is awake. Blocks while it loads. When it raises, everything it had taken is given back."""
     timer = PhaseTimer(progress, time.monotonic)
-    gpu = EarlyGpu(config.memory)
     timer.run("importing the model libraries", import_model_libraries)
-    timer.run("opening the GPU", gpu.wait)
     from torpor.engine.worker import Worker
     from torpor.models import resolve_model
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torpor.models.dependent import release_next, wait_for_previous
-
 
 @triton.jit
 def rms_norm_kernel(
@@ -23,12 +21,8 @@ def rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One program per row. ADD: residual += x first, and the norm is of that sum."""
-    if DEPENDENT:
-        release_next()
-        wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -52,7 +46,7 @@ def norm_rotate_kernel(
     row_stride, stride_kv, stride_block, stride_slot, stride_head,
     q_heads, rotated_heads, heads, eps,
     NORM: tl.constexpr, STORE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):
     """One program per token and HEADS of its ``heads`` heads: query heads, then key heads, then with STORE value heads.
 
@@ -60,9 +54,6 @@ def norm_rotate_kernel(
 
     In place; with STORE keys and values go to the token's slot of the cache instead, if it has one.
     """
-    if DEPENDENT:
-        release_next()
-        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, HALF)
@@ -103,11 +94,8 @@ def norm_rotate_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     """One program per row and BLOCK columns: [gate | up] -> silu(gate) * up."""
-    if DEPENDENT:
-        release_next()
-        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from torpor.models.launching import launching
-
 _HEADS = 8  # of one program: at one token there are still some programs, at thousands not too many
 _COLUMNS = 1024  # of silu_mul, per program
 
@@ -97,7 +95,6 @@ def norm_rotate(
         HEADS=_HEADS,
         HALF=head_dim // 2,
         num_warps=4,
-        **launching(qkv),
     )
     return store is not None
 
@@ -109,9 +106,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up[:, :width], gate_up[:, width:]
         return torch.nn.functional.silu(gate) * up
     out = gate_up.new_empty(len(gate_up), width)
-    triton_kernels().silu_mul_kernel[(len(gate_up), -(-width // _COLUMNS))](
-        gate_up, out, width, BLOCK=_COLUMNS, num_warps=4, **launching(gate_up)
-    )
+    triton_kernels().silu_mul_kernel[(len(gate_up), -(-width // _COLUMNS))](gate_up, out, width, BLOCK=_COLUMNS, num_warps=4)
     return out
 
 
@@ -129,7 +124,6 @@ def _launch_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
         ADD=add,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-        **launching(x),
     )
     return out
 

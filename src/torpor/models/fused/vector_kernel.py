@@ -6,8 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torpor.models.dependent import release_next, wait_for_previous
-
 
 @triton.jit
 def _tile(weight_ptr, column, inner, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr):
@@ -33,7 +31,7 @@ def vector_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, eps,
     NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
-    EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """One program per TILE_COLUMNS of out [COLUMNS].
 
@@ -42,17 +40,12 @@ def vector_kernel(
     """
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inner = tl.arange(0, TILE_DEPTH)
-    # Weights change in no step, so they may be on their way before what the product is of is there.
-    if DEPENDENT:
-        release_next()
     weight = _tile(weight_ptr, column, inner, COLUMNS, DEPTH, EVEN)
     if GATED:
         up_ptr = weight_ptr + COLUMNS * DEPTH
         up_weight = _tile(up_ptr, column, inner, COLUMNS, DEPTH, EVEN)
     if NORM:
         norm = _vector(norm_ptr, inner, DEPTH, EVEN).to(tl.float32)
-    if DEPENDENT:
-        wait_for_previous()
     x = _vector(x_ptr, inner, DEPTH, EVEN)
     kind = x.dtype
     if NORM:

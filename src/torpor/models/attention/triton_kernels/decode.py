@@ -15,8 +15,6 @@ import triton.language as tl
 
 from torpor.models.attention.triton_kernels.plan import Plan
 from torpor.models.attention.triton_kernels.softmax import LOG2E, accumulate, load_tile, normalised, power_of_two, score
-from torpor.models.dependent import release_next, wait_for_previous
-from torpor.models.launching import launching
 
 _CHUNK = tl.constexpr(8)  # partial sums that are loaded at once; 16 took registers that cost a fourth program per processor
 
@@ -93,11 +91,7 @@ def _decode(
     query_token, query_head, out_token, table_row, stride_kv, stride_block, stride_slot, stride_head,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        release_next()
-        wait_for_previous()
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     there = tl.load(total)
     pieces += piece
@@ -187,5 +181,4 @@ def decode(
         BLOCK_SIZE=kv_cache.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launching(query),
     )
