@@ -20,6 +20,8 @@ from torpor.engine.graphs import GraphRunner
 from torpor.engine.runner import Runner
 from torpor.engine.worker import Worker
 from torpor.errors import ConfigurationError, DeviceMemoryError
+from torpor.models.fused import vector
+from torpor.models.fused.decoder import Linear
 
 PROMPTS = prompts(9, 5, 14, 3)
 RUNNERS = pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
@@ -129,6 +131,39 @@ def test_sampling_and_logprobs_do_not_depend_on_the_runner(folder: Path, started
     assert [p.token_id for p in ours] == [p.token_id for p in theirs]
     assert [p.top_ids for p in ours] == [p.top_ids for p in theirs]
     assert [p.logprob for p in ours] == pytest.approx([p.logprob for p in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "normed", "gated", "biased", "dtype"),
+    [
+        (4096, 6144, True, False, False, torch.bfloat16),  # Qwen3-8B
+        (4096, 4096, False, False, False, torch.bfloat16),
+        (4096, 12288, True, True, False, torch.bfloat16),
+        (12288, 4096, False, False, False, torch.bfloat16),
+        (3584, 4608, True, False, True, torch.float16),  # Qwen2-7B
+        (28672, 8192, False, False, False, torch.bfloat16),  # Llama-70B: deeper than any tile
+        (576, 961, True, True, True, torch.float32),  # columns and depth that no tile fits
+    ],
+)
+def test_products_of_one_token_agree_with_float32(
+    depth: int, columns: int, normed: bool, gated: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    torch.manual_seed(depth)
+    rows = columns * (2 if gated else 1)
+    x, norm, residual = drawn(1, depth), drawn(depth), None if gated else drawn(1, columns)
+    linear = Linear(drawn(rows, depth) / depth**0.5, drawn(rows) if biased else None)
+    wide = torch.nn.functional.rms_norm(x.float(), (depth,), norm.float(), 1e-6) if normed else x.float()
+    expected = torch.nn.functional.linear(wide, linear.weight.float(), None if linear.bias is None else linear.bias.float())
+    if residual is None:
+        expected = torch.nn.functional.silu(expected[:, :columns]) * expected[:, columns:]
+    else:
+        expected = expected + residual.float()
+    got = vector.product(x, linear, norm=norm if normed else None, eps=1e-6, residual=residual, gated=gated)
+    most = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}[dtype]
+    assert (got.float() - expected).norm() < most * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
