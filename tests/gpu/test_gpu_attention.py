@@ -62,6 +62,20 @@ def test_one_long_context_in_pieces(backend: AttentionBackend, dtype: torch.dtyp
         assert case.error(case.run(backend)) < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_decodes_prompts_and_chunks_of_one_model(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    """Qwen3-8B's heads: the batches that every backend can be asked for, without compiling one more kernel for each."""
+    steps = (
+        ((1, 700), (1, 16), (1, 1), (1, 2048)),
+        ((130, 130), (5, 5), (2000, 2000)),
+        ((1, 33), (1, 900), (64, 700), (3, 19), (1, 1)),
+    )
+    for seed, sequences in enumerate(steps):
+        ordered = tuple(sorted(sequences, key=lambda s: s[0] > 1))
+        case = on_gpu(Shape(sequences=ordered, heads=32, kv_heads=8, head_dim=128), dtype, backend, seed)
+        assert case.error(case.run(backend)) < TOLERANCES[dtype], sequences
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_captured_step_follows_its_tensors(deterministic: bool, window: int | None) -> None:
