@@ -23,12 +23,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-
-
 @pytest.fixture(params=backends("cuda"))
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     try:
