@@ -52,7 +52,7 @@ ALONE = "alone"
 SHARED_TESTS_S = {
     "engine": 150,
     "connectors": 110,
-    "attention": 75,
+    "attention": 60,
     "memory_faults": 50,
     "memory": 30,
     "torch_pool": 40,
