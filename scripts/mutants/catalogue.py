@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, runner, scheduling, server, torch_pools
+from mutants import connectors, engine, hand_offs, memory, memory_images, native, on_gpu, runner, scheduling, server, torch_pools
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -16,4 +16,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *native.MUTANTS,
     *runner.MUTANTS,
     *torch_pools.MUTANTS,
+    *on_gpu.MUTANTS,
 )

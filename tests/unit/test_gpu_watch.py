@@ -56,7 +56,7 @@ def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, "PYTEST_TIMEOUT": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=30,
         check=False,
     )
 

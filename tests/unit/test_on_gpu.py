@@ -71,9 +71,13 @@ CHILD_THAT_HANGS = """
 import subprocess, sys, time
 def waits_in_the_child(): time.sleep(600)
 if len(sys.argv) > 1: waits_in_the_child()
-print(subprocess.Popen([sys.executable, "-c", open("/proc/self/cmdline").read().split(chr(0))[2], "child"]).pid, flush=True)
+child = subprocess.Popen([sys.executable, "-c", open("/proc/self/cmdline").read().split(chr(0))[2], "child"])
+print(child.pid, flush=True)
 def waits_in_the_parent(): time.sleep(600)
-waits_in_the_parent()
+try:
+    waits_in_the_parent()
+finally:
+    child.kill()
 """
 
 
