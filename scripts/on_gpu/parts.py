@@ -40,7 +40,7 @@ class Part:
         return self.patience * (2 * self.takes_s + 15)
 
 
-BENCHMARKS_S = {"engine": 110, "sleep": 116, "peers": 62, "attention": 15, "transfer": 30}
+BENCHMARKS_S = {"engine": 90, "sleep": 105, "peers": 62, "shared_images": 62, "attention": 15, "transfer": 30}
 """In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
 ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
 WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
@@ -50,20 +50,22 @@ QUICK_SHARE = 0.5
 ALONE = "alone"
 """Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
 SHARED_TESTS_S = {
-    "engine": 150,
-    "connectors": 110,
-    "attention": 60,
+    "engine": 130,
+    "attention": 75,
+    "connectors": 40,
+    "connectors_sleep": 40,
+    "connectors_late": 30,
     "memory_faults": 50,
     "memory": 30,
-    "torch_pool": 40,
-    "torch_processes": 40,
-    "torch_graphs": 20,
+    "torch_processes": 20,
+    "torch_pool": 12,
+    "torch_graphs": 10,
 }
-OTHER_TESTS_S = {"demo": 70, "memory_neighbours": 20, "imports": 15, "kit": 15}
+OTHER_TESTS_S = {"demo": 60, "connectors_bytes": 30, "shared_images": 25, "memory_neighbours": 20, "imports": 15, "kit": 15}
 ALL_SLOW_TESTS = {"demo"}  # what it tests is a part by itself
 ALONE_S, TWO_GPUS_S = 50, 20
 PATIENT_MINUTES = 9.0  # with more of them, every part may take longer in proportion
-TEST_THREADS = {"OMP_NUM_THREADS": "4"}  # figures are measured beside the tests
+TEST_THREADS = {"OMP_NUM_THREADS": "2"}  # figures are measured beside them
 
 
 def all_parts(out: Path, model: str, *, quick: bool, slow: bool, gpus: int = 1, minutes: float = PATIENT_MINUTES) -> list[Part]:
@@ -97,33 +99,36 @@ def demo_parts(model: str, flags: tuple[str, ...]) -> list[Part]:
     benchmark = ("benchmarks/demo.py", "--connectors", "ipc", *on_gpu, *flags)
     fault = ("-m", "torpor", "demo", "--unfollowed", "--connector", "ipc", "--model", model, *on_gpu)
     return [
-        Part("demo", (*benchmark, "--model", model), 80, Use.SHARED, "demo", TEST_THREADS),
-        Part("unfollowed", fault, 45, Use.ALONE, environment=TEST_THREADS),
-        Part("demo-8b", (*benchmark, "--model", "random:qwen3-8b", "--name", "demo_8b"), 75, Use.WHOLE, "demo_8b"),
+        Part("demo", (*benchmark, "--model", model), 55, Use.SHARED, "demo", TEST_THREADS),
+        Part("unfollowed", fault, 35, Use.ALONE, environment=TEST_THREADS),
+        Part("demo-8b", (*benchmark, "--model", "random:qwen3-8b", "--name", "demo_8b"), 45, Use.WHOLE, "demo_8b"),
     ]
 
 
 def test_parts(slow: bool, gpus: int) -> list[Part]:
     """A process for each file: one that hangs costs that file, and its log shows where."""
-    found = {path.stem.removeprefix("test_gpu_") for path in (ROOT / "tests" / "gpu").glob("test_gpu_*.py")}
-    names = sorted(found if slow else found - ALL_SLOW_TESTS)
+    files = {path.stem.removeprefix("test_gpu_"): path for path in (ROOT / "tests" / "gpu").rglob("test_gpu_*.py")}
+    names = sorted(files if slow else files.keys() - ALL_SLOW_TESTS)
     shared = [name for name in SHARED_TESTS_S if name in names]
     others = sorted(set(names) - set(shared), key=lambda name: -OTHER_TESTS_S.get(name, OTHER_S))
     marks = "gpu" + ("" if slow else " and not slow") + (" and not gpu(count=2)" if gpus > 1 else "")
     pairs = "gpu(count=2)" + ("" if slow else " and not slow")
+
+    def tests(name: str, marks: str, of: Sequence[str], takes_s: float, use: Use) -> Part:
+        return _tests(name, marks, [files[one].relative_to(ROOT).as_posix() for one in sorted(of)], takes_s, use)
+
     parts = [
-        *(_tests(name, f"{marks} and not {ALONE}", [name], SHARED_TESTS_S[name], Use.SHARED) for name in shared),
-        _tests(ALONE, f"{marks} and {ALONE}", shared, ALONE_S, Use.ALONE),
-        *(_tests(name, marks, [name], OTHER_TESTS_S.get(name, OTHER_S), Use.ALONE) for name in others),
+        *(tests(name, f"{marks} and not {ALONE}", [name], SHARED_TESTS_S[name], Use.SHARED) for name in shared),
+        tests(ALONE, f"{marks} and {ALONE}", shared, ALONE_S, Use.ALONE),
+        *(tests(name, marks, [name], OTHER_TESTS_S.get(name, OTHER_S), Use.ALONE) for name in others),
     ]
-    return [*parts, *([_tests("two-gpus", pairs, names, TWO_GPUS_S, Use.WHOLE)] if gpus > 1 else [])]
+    return [*parts, *([tests("two-gpus", pairs, names, TWO_GPUS_S, Use.WHOLE)] if gpus > 1 else [])]
 
 
 def _tests(name: str, marks: str, files: Sequence[str], takes_s: float, use: Use) -> Part:
     pytest = ("-m", "pytest", "-c", "tests/gpu/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider")
-    paths = [f"tests/gpu/test_gpu_{file}.py" for file in sorted(files)]
     shown = ("-v", "-rfEs", "--tb", "short", "--durations", "5")
-    return Part(f"tests:{name}", (*pytest, *shown, "-m", marks, *paths), takes_s, use, environment=TEST_THREADS)
+    return Part(f"tests:{name}", (*pytest, *shown, "-m", marks, *files), takes_s, use, environment=TEST_THREADS)
 
 
 def _scaled(part: Part, share: float, patience: float) -> Part:

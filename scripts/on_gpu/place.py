@@ -15,7 +15,7 @@ from board import SHARE
 from parts import ROOT
 
 SITE = ROOT / "build" / "gpu-site"
-SOFT_TEST_S = 90
+SOFT_TEST_S = 120
 """A test that takes longer fails; one whose native code hangs ends its process 20 s later, with all stacks."""
 
 MISSING = """

@@ -96,11 +96,23 @@ def meet(connector: str, folder: Path) -> Meeting:
     return Meeting(connector, folder)
 
 
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if DRIVER == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def spares() -> Iterator[None]:
     SPARES.keep(4 if torch.cuda.is_available() else 0)
     yield
     SPARES.keep(0)
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
 
 
 @pytest.fixture(params=["ipc", "nixl"])
@@ -179,8 +191,7 @@ def test_scattered_blocks_arrive_to_the_bit(meeting: Meeting) -> None:
         bring(p, d, seed, count)
 
 
-@pytest.mark.gpu(count=2)
-def test_scattered_blocks_arrive_from_another_gpu(meeting: Meeting) -> None:
+def test_scattered_blocks_arrive_from_another_gpu(meeting: Meeting, two_gpus: None) -> None:
     p, d = meeting.child("P", "producer"), meeting.child("D", "consumer", ordinal=1)
     for seed, count in enumerate((1, 33, 64)):
         bring(p, d, seed, count)
@@ -372,7 +383,6 @@ def test_p1_an_old_epoch_is_not_read(meeting: Meeting) -> None:
 # ---- deaths, and bytes of the device (they are all processes': nobody else may work on it) -------------------------------------
 
 
-@pytest.mark.alone
 def test_bytes_are_flat_whoever_sleeps(meeting: Meeting) -> None:
     p, d = meeting.child("P", "producer", spec=LARGE), meeting.child("D", "consumer", spec=LARGE)
     assert d.call("load", "q", A, p.call("prefill", "r", A, THERE), HERE) == "recving"
@@ -393,7 +403,6 @@ def test_bytes_are_flat_whoever_sleeps(meeting: Meeting) -> None:
     assert both <= awake[-1] - asleep[-1] < both + SLACK_BYTES
 
 
-@pytest.mark.alone
 def test_bytes_come_back_from_a_reader_that_is_killed_with_an_import(ipc: Meeting) -> None:
     p = ipc.child("P", "producer", spec=LARGE)
     p.wait_until_up()
@@ -416,7 +425,6 @@ def test_bytes_come_back_from_a_reader_that_is_killed_with_an_import(ipc: Meetin
     assert again.call("has", B, HERE)
 
 
-@pytest.mark.alone
 def test_bytes_come_back_from_an_owner_that_is_killed(ipc: Meeting) -> None:
     """The reader drops its import when the connection ends."""
     d = ipc.child("D", "consumer", spec=LARGE)
@@ -437,7 +445,6 @@ def test_bytes_come_back_from_an_owner_that_is_killed(ipc: Meeting) -> None:
     assert d.call("has", B, HERE)
 
 
-@pytest.mark.alone
 def test_bytes_are_held_twice_when_registrations_do_not_follow(ipc: Meeting) -> None:
     """The fault of the seeds, with connectors that say they follow the mapping and do not: old bytes, reported as loaded."""
     p = ipc.child("P", "producer", kind=UNFOLLOWED, spec=LARGE)

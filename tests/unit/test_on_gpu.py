@@ -261,8 +261,8 @@ def test_every_benchmark_and_test_file_is_a_part(on_gpu: dict[str, Any], tmp_pat
     found = parts.all_parts(tmp_path, "random", quick=True, slow=True, gpus=2)
     names = {part.name for part in found}
     assert {path.stem.removeprefix("gpu_") for path in (root / "benchmarks").glob("gpu_*.py")} <= names
-    files = {path.name for path in (root / "tests" / "gpu").glob("test_gpu_*.py")}
-    assert files == {word.rpartition("/")[2] for part in found for word in part.arguments if word.startswith("tests/gpu/test_")}
+    files = {path.relative_to(root).as_posix() for path in (root / "tests" / "gpu").rglob("test_*.py")}
+    assert files == {word for part in found for word in part.arguments if word.startswith("tests/gpu/") and word.endswith(".py")}
     assert {"demo", "demo-8b", "unfollowed", "tests:alone", "tests:two-gpus"} <= names
     assert names - {part.name for part in parts.chosen(found, "")} == parts.ON_REQUEST & names
 
