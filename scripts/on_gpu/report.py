@@ -27,12 +27,13 @@ RED, GREEN, PLAIN = ("\033[31m", "\033[32m", "\033[0m") if sys.stdout.isatty() o
 COLOURS = re.compile(r"\033\[[0-9;]*m")
 OUTCOME = re.compile(r"^(?P<test>tests/\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 BEGUN = re.compile(r"^(?P<test>tests/\S+::[^\s\[]+(?:\[.*?\])?)(?: |$)")
-TAIL_LINES, WIDTH = 40, 110
+TAIL_LINES, BROKEN_SHOWN, WIDTH = 40, 8, 110
 
 
 @dataclass
 class Result:
-    """``failure``: empty when the part ran to its end and exited with 0. ``tests``: how many passed, failed, were skipped ..."""
+    """``failure``: empty when the part ran to its end and exited with 0. ``tests``: how many passed, failed, were skipped ...;
+    ``broken``: pytest's lines about those that did not pass."""
 
     part: Part
     seconds: float
@@ -40,6 +41,7 @@ class Result:
     says: str = ""
     goals: list[dict[str, Any]] = field(default_factory=list)
     tests: dict[str, int] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
     gpus: tuple[str, ...] = ()
 
     @property
@@ -63,6 +65,7 @@ def result_of(part: Part, seconds: float, status: int | None, log: Path, out: Pa
     if part.name.startswith("tests:"):
         result.tests = outcomes(lines)
         result.says = in_words(lines, result.tests)
+        result.broken = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         if result.tests and not result.tests.get("passed"):
             result.failure = result.failure or "no test passed"
     elif part.benchmark and (document := figures(part.benchmark, out, began)):
@@ -128,6 +131,8 @@ def print_table(results: Sequence[Result], logs: Path) -> None:
         colour, word = (RED, "FAILED") if result.failure else (GREEN, "ok")
         text = ", ".join(filter(None, [result.failure, result.says]))
         print(f"{colour}{result.part.name:24}{word:8}{','.join(result.gpus):6}{result.seconds:8.0f}  {text[:WIDTH]}{PLAIN}")
+        for line in result.broken[:BROKEN_SHOWN]:
+            print(f"    {line[: 2 * WIDTH]}")
     counts = total(results)
     if counts:
         print(f"{'all tests':24}{'':22}  {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")

@@ -130,12 +130,17 @@ print("tests/gpu/test_gpu_x.py::test_a[1-2 3] PASSED      [ 25%]")
 print("tests/gpu/test_gpu_x.py::test_b FAILED             [ 50%]")
 print("tests/gpu/test_gpu_x.py::test_b ERROR              [ 50%]")
 print("tests/gpu/test_gpu_x.py::test_c SKIPPED (no nixl)  [ 75%]")
+print("FAILED tests/gpu/test_gpu_x.py::test_b - assert 1 == 2")
 """
 
 
-def test_tests_are_counted_also_of_a_run_without_a_summary(on_gpu: dict[str, Any], tmp_path: Path) -> None:
+def test_tests_are_counted_also_of_a_run_without_a_summary(
+    on_gpu: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(on_gpu, tmp_path, PYTEST + "raise SystemExit(1)", name="tests:x")
     assert (result.failure, result.says) == ("exit status 1", "1 failed, 1 passed, 1 skipped")
+    on_gpu["report"].print_table([result], tmp_path)
+    assert "assert 1 == 2" in capsys.readouterr().out
     hangs = "print('tests/gpu/test_gpu_x.py::test_d ', end='', flush=True); import os; os._exit(1)"
     assert run(on_gpu, tmp_path, PYTEST + hangs, name="tests:x").says.endswith("; in test_gpu_x.py::test_d when it ended")
 
