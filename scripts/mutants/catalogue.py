@@ -1,19 +1,14 @@
-"""All mutants. What is added here needs a test that notices it."""
+"""All mutants: those of every module here that has ``MUTANTS``. What is added needs a test that notices it."""
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, runner, scheduling, server, torch_pools
+import importlib
+import pkgutil
+
+import mutants
 from mutants.mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (
-    *memory.MUTANTS,
-    *memory_images.MUTANTS,
-    *engine.MUTANTS,
-    *connectors.MUTANTS,
-    *hand_offs.MUTANTS,
-    *scheduling.MUTANTS,
-    *server.MUTANTS,
-    *native.MUTANTS,
-    *runner.MUTANTS,
-    *torch_pools.MUTANTS,
+MODULES = sorted(module.name for module in pkgutil.iter_modules(mutants.__path__) if module.name not in ("catalogue", "__main__"))
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant for name in MODULES for mutant in getattr(importlib.import_module(f"mutants.{name}"), "MUTANTS", ())
 )

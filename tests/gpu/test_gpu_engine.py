@@ -267,6 +267,7 @@ def test_a_connector_that_follows_layer_by_layer_sees_every_layer_of_every_step(
 # ---- sizes -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_the_kv_cache_takes_what_is_left_and_the_largest_step_still_fits(folder: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     wanted = (total - free) / total + 0.04
