@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
+BYTECODE = "src/torpor/engine/bytecode.py"
 CORE = "src/torpor/engine/core.py"
 EXECUTOR = "src/torpor/engine/executor.py"
 KV_CONNECTOR = "src/torpor/engine/kv_connector.py"
@@ -11,6 +12,7 @@ LIFECYCLE = "src/torpor/engine/lifecycle.py"
 LIFECYCLE_PARTS = "src/torpor/engine/lifecycle_parts.py"
 PLAN = "src/torpor/engine/sleep_plan.py"
 WORKER = "src/torpor/engine/worker.py"
+BYTECODE_TESTS = "tests/unit/test_engine_bytecode.py::"
 PLACEMENT_TESTS = "tests/unit/test_engine_placement.py::"
 ASLEEP_TESTS = "tests/unit/test_engine_asleep.py::"
 CONNECTOR_TESTS = "tests/unit/test_engine_connector.py::"
@@ -282,5 +284,21 @@ MUTANTS = (
         "            pass\n",
         "an engine that is shut down in a wake that hangs looks dead",
         PLACEMENT_TESTS + "test_a_shutdown_that_waits_for_a_wake_says_what_it_waits_for",
+    ),
+    Mutant(
+        "anybodys-bytecode-is-run",
+        BYTECODE,
+        "        if not _is_private(folder):\n",
+        "        if False:\n",
+        "whoever may write to the cache runs code in the engine",
+        BYTECODE_TESTS + "test_a_folder_that_others_may_write_to_is_not_believed",
+    ),
+    Mutant(
+        "installed-bytecode-is-passed-over",
+        BYTECODE,
+        "if sys.pycache_prefix is not None or _has_bytecode(_LARGEST):",
+        "if sys.pycache_prefix is not None:",
+        "the first start compiles everything once more, and the folder grows for nothing",
+        BYTECODE_TESTS + "test_an_installation_that_has_its_own_is_left_alone",
     ),
 )
