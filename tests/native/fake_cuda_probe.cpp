@@ -23,4 +23,9 @@ int64_t page_locked() {
   return locked != nullptr ? locked() : -1;
 }
 
+void refuse_buffers(bool refuse) {
+  auto *refuse_them = reinterpret_cast<void (*)(bool)>(symbol("fake_cuda_refuse_buffers"));
+  if (refuse_them != nullptr) refuse_them(refuse);
+}
+
 }  // namespace fake_cuda
