@@ -52,7 +52,6 @@ class PullScheduler(KVConnectorScheduler):
         params = request.kv_transfer_params
         if params is None or not kv_params.wants(params, "do_remote_prefill"):
             return
-        parsed = kv_params.parse(params)
         first_token = self._readable_tokens(request) - num_external_tokens
         self._loads.append(
             LoadRequest(
@@ -60,7 +59,7 @@ class PullScheduler(KVConnectorScheduler):
                 local_block_ids=list(block_ids) if num_external_tokens else [],
                 params=params,
                 first_block=first_token // self._spec.block_size,
-                digest=kv_params.token_digest(request.prompt_token_ids, parsed.remote_num_tokens),
+                digest=kv_params.token_digest(request.prompt_token_ids, int(params["remote_num_tokens"])),
             )
         )
 
