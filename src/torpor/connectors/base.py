@@ -11,6 +11,7 @@ A registration lives exactly as long as the mapping it covers: the memory layer 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -157,6 +158,10 @@ class KVConnectorWorker(abc.ABC):
 
     def wait_for_save(self) -> None:  # noqa: B027
         """Blocks until what ``save_kv_layer`` began no longer reads the cache."""
+
+    def tell_when_finished(self, tell: Callable[[], None]) -> None:  # noqa: B027
+        """``tell`` is called, from any thread, when ``get_finished`` has a load that it had not before; it does not block. Called
+        before ``register_kv_caches``. A connector that passes over it is asked every few milliseconds anyhow."""
 
     @abc.abstractmethod
     def get_finished(self) -> Finished:

@@ -13,16 +13,14 @@ from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import Verdict, judge
 from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
-from torpor.connectors.loads import Load, LoadState
+from torpor.connectors.loads import Load
 from torpor.connectors.options import Options
 from torpor.connectors.transport import BlockRead, RemoteMemory, Target, Transport
-from torpor.errors import HandshakeError, PeerError, StaleEpochError, TorporError
+from torpor.errors import HandshakeError, PeerError, StaleEpochError
 from torpor.kvcache.types import Epoch
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
-GRACE_POLL_S = 0.005
 JOIN_S = 5.0
 DROP_NAPS_S = (0.01, 0.05, 0.2, 0.5, 1.0)  # between attempts to drop an import that the driver does not let go
 
@@ -52,8 +50,21 @@ class Link:
     def alive(self) -> bool:
         return not self._stopping.is_set()
 
+    def ready(self, load: Load) -> bool:
+        """Whether the owner's worker has the hand-off: its blocks are written before. False: look again soon. PeerError or
+        StaleEpochError when it is none of the owner's, TransportError."""
+        expected = load.expected_word(self._key)
+        with self._using:
+            self._check_alive()
+            verdict = self._verdict(load, expected)
+        if verdict is Verdict.NOT_YET:
+            return False
+        self._check(verdict, load)
+        return True
+
     def read(self, load: Load, ours: Geometry, timeout_s: float) -> None:
-        """Fetches the blocks of a load and proves them right (P3). PeerError, StaleEpochError, TransportError, LoadCancelled."""
+        """Fetches the blocks of a load that is ``ready`` and proves them right (P3). PeerError, StaleEpochError, TransportError,
+        LoadCancelled."""
         load.check_against(ours, self.theirs, str(self))
         expected = load.expected_word(self._key)
         with self._using:
@@ -71,13 +82,9 @@ class Link:
         self.reads += 1
 
     def tell_done(self, load: Load) -> None:
-        """The owner may let go. A client can be here before the owner's worker has the hand-off; told of a lease that it does not
-        know yet, it would keep the blocks until the lease expires. So a load that has not seen its lease waits for it first."""
+        """The owner may let go. Told of a lease that it does not know yet, it would keep the blocks until the lease expires: so
+        only of one that was ``ready``."""
         word = load.expected_word(self._key)
-        if load.state is not LoadState.DONE:
-            with contextlib.suppress(TorporError), self._using:
-                self._check_alive()
-                self._confirm(load, word)
         with contextlib.suppress(PeerError):
             self._channel.send(wire.ReadDone(lease=load.lease, commitment=word.to_bytes(8, "big")))
 
@@ -110,15 +117,14 @@ class Link:
 
     def _confirm(self, load: Load, expected: int) -> None:
         """What was read before this call is right: the owner still had that epoch mapped and that lease open."""
-        started = time.monotonic()
-        while True:
-            verdict = judge(*self._remote.look(load.lease), self.epoch, load.lease, expected)
-            if verdict is Verdict.VALID:
-                return
-            if verdict is not Verdict.NOT_YET or time.monotonic() - started > GRACE_S:
-                break
-            self._check_alive()
-            time.sleep(GRACE_POLL_S)
+        self._check(self._verdict(load, expected), load)
+
+    def _verdict(self, load: Load, expected: int) -> Verdict:
+        return judge(*self._remote.look(load.lease), self.epoch, load.lease, expected)
+
+    def _check(self, verdict: Verdict, load: Load) -> None:
+        if verdict is Verdict.VALID:
+            return
         if verdict in (Verdict.RELEASED, Verdict.OTHER_EPOCH):
             raise StaleEpochError(
                 f"{self} has released the memory that was read (epoch {self.epoch}: {verdict.value})",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,6 +54,8 @@ class KVEngine:
         self.scheduler = kind.create_scheduler(self.config, spec)
         self.worker = kind.create_worker(self.config, spec)
         self._finished: dict[str, str] = {}
+        self._told = threading.Event()
+        self.worker.tell_when_finished(self._told.set)
         self._unsubscribe: Callable[[], None] = _nothing
         try:
             self.worker.register_kv_caches(self.kv_caches, spec, self.memory)
@@ -89,7 +92,7 @@ class KVEngine:
         self.scheduler.check_params(params, len(prompt))
         tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         needed = -(-tokens // self.spec.block_size)
-        self.scheduler.update_state_after_alloc(request, [BlockId(b) for b in block_ids[:needed]], tokens)
+        self.scheduler.update_state_after_alloc(request, cast(list[BlockId], list(block_ids[:needed])), tokens)
         self.step()
         return tokens
 
@@ -118,12 +121,14 @@ class KVEngine:
     def wait(self, request_id: str, timeout_s: float = 10, poll_s: float = POLL_S) -> str:
         """ "sending", "recving" or "failed". TimeoutError."""
         deadline = time.monotonic() + timeout_s
-        while request_id not in self._finished:
+        while True:
+            self._told.clear()
             self.step()
+            if request_id in self._finished:
+                return self._finished.pop(request_id)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"request {request_id} did not finish within {timeout_s} s")
-            time.sleep(poll_s)
-        return self._finished.pop(request_id)
+            self._told.wait(poll_s)
 
     def sleep(self) -> SleepReport:
         try:
