@@ -100,4 +100,4 @@ def read_unasked(d: KVEngine, link: Link, there: Sequence[int], here: Sequence[i
 def confirm(link: Link, params: dict[str, Any], here: Sequence[int]) -> None:
     """The look at the owner's fence after a read of that hand-off (P3)."""
     load = Load(LoadRequest(request_id="x", local_block_ids=[BlockId(b) for b in here], params=params))
-    link._confirm(load, load.expected_word(link._key))
+    link._confirm(load)

@@ -256,6 +256,8 @@ def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _uint64(name: str, values: Sequence[Any] | Uint64Array) -> Uint64Array:
+    if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values) if len(values) else np.empty(0, dtype=np.uint64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "i" and array.size and int(array.min()) < 0):
         raise ConfigurationError(f"{name} must be 64-bit unsigned numbers", setting=name)

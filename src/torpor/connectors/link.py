@@ -10,7 +10,7 @@ import time
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel, close_descriptors
 from torpor.connectors.descriptors import make_room
-from torpor.connectors.fence import Verdict, judge
+from torpor.connectors.fence import Verdict, heard, judge
 from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
 from torpor.connectors.loads import Load
@@ -51,12 +51,11 @@ class Link:
         return not self._stopping.is_set()
 
     def ready(self, load: Load) -> bool:
-        """Whether the owner's worker has the hand-off: its blocks are written before. False: look again soon. PeerError or
-        StaleEpochError when it is none of the owner's, TransportError."""
-        expected = load.expected_word(self._key)
+        """Whether the owner's worker has heard of the hand-off: its blocks are written before. False: look again soon. Whether
+        the hand-off is this load's is said after the read. StaleEpochError, PeerError, TransportError."""
         with self._using:
             self._check_alive()
-            verdict = self._verdict(load, expected)
+            verdict = heard(self._remote.look(load.lease)[0], self.epoch, load.lease)
         if verdict is Verdict.NOT_YET:
             return False
         self._check(verdict, load)
@@ -66,7 +65,6 @@ class Link:
         """Fetches the blocks of a load that is ``ready`` and proves them right (P3). PeerError, StaleEpochError, TransportError,
         LoadCancelled."""
         load.check_against(ours, self.theirs, str(self))
-        expected = load.expected_word(self._key)
         with self._using:
             self._check_alive()
             request = BlockRead(
@@ -76,8 +74,8 @@ class Link:
                 stop=self._stopping.is_set,
                 deadline=time.monotonic() + timeout_s,
             )
-            moved = self._remote.read(request, lambda: self._confirm(load, expected))
-            self._confirm(load, expected)
+            moved = self._remote.read(request, lambda: self._confirm(load))
+            self._confirm(load)
         self.bytes += moved
         self.reads += 1
 
@@ -115,12 +113,10 @@ class Link:
         if self._stopping.is_set():
             raise PeerError(f"{self} has withdrawn its KV cache or is gone", peer=str(self))
 
-    def _confirm(self, load: Load, expected: int) -> None:
-        """What was read before this call is right: the owner still had that epoch mapped and that lease open."""
-        self._check(self._verdict(load, expected), load)
-
-    def _verdict(self, load: Load, expected: int) -> Verdict:
-        return judge(*self._remote.look(load.lease), self.epoch, load.lease, expected)
+    def _confirm(self, load: Load) -> None:
+        """What was read before this call is right: the owner still had that epoch mapped and that lease open, for this load."""
+        expected = load.expected_word(self._key)  # before the look: the look is what counts, and is the later the better
+        self._check(judge(*self._remote.look(load.lease), self.epoch, load.lease, expected), load)
 
     def _check(self, verdict: Verdict, load: Load) -> None:
         if verdict is Verdict.VALID:

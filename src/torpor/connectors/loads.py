@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torpor.connectors.base import LoadRequest
-from torpor.connectors.fence import commitment
+from torpor.connectors.fence import sealed, told_digest
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.params import RemoteParams, parse
 from torpor.errors import PeerError
@@ -40,12 +40,13 @@ class Load:
         """RequestError when the params are malformed."""
         self.request_id = request.request_id
         self.local = _ids(request.local_block_ids)
-        self.params: RemoteParams = parse(request.params)
+        self.params: RemoteParams = request.parsed or parse(request.params)
         self.epoch: Epoch = self.params.epoch
         self._handed_off = _ids(self.params.remote_block_ids)
         self.remote = self._handed_off[request.first_block : request.first_block + len(self.local)]
-        self.digest = request.digest
-        self._words: dict[bytes, int] = {}
+        self._request = request
+        self._told: bytes | None = None
+        self._telling = threading.Lock()
         self.state = LoadState.QUEUED
         self._failing = False  # somebody waits for a write to end, to fail it: no other write begins
         self._lock = threading.Lock()
@@ -72,13 +73,17 @@ class Load:
             raise PeerError(f"a local block is outside 0..{ours.spec.num_blocks - 1}", peer=who)
 
     def expected_word(self, key: bytes) -> int:
-        """Used by one thread."""
-        if key not in self._words:
-            told = self.params
-            self._words[key] = commitment(
-                key, self.epoch, self.lease, told.remote_request_id, told.remote_num_tokens, told.remote_block_ids, self.digest
-            )
-        return self._words[key]
+        return sealed(key, self.told())
+
+    def told(self) -> bytes:
+        """The digest of all that we know of the hand-off: computed once, by whoever needs it first."""
+        with self._telling:
+            if self._told is None:
+                told, digest = self.params, self._request.digest
+                self._told = told_digest(
+                    self.epoch, self.lease, told.remote_request_id, told.remote_num_tokens, told.remote_block_ids, digest
+                )
+            return self._told
 
     def start(self) -> bool:
         """False when it has ended while it waited."""

@@ -3,7 +3,6 @@ vLLM's names, and under ``torpor`` what makes them safe to believe."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -73,8 +72,3 @@ def build(metadata: dict[str, Any], *, request_id: str, block_ids: Sequence[int]
         "tp_size": 1,
         "torpor": {"epoch": metadata["epoch"], "lease": lease},
     }
-
-
-def token_digest(token_ids: Sequence[int], num_tokens: int) -> bytes:
-    """Over msgpack, which has one way to write a number. 8192 tokens take 40 us, a third of what an array of numbers took."""
-    return hashlib.sha256(msgspec.msgpack.encode(token_ids[:num_tokens])).digest()

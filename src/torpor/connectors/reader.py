@@ -83,6 +83,7 @@ class Reader:
             )
         else:
             puller.submit(load)
+            load.told()  # while the puller's thread wakes up: it needs it after the read
 
     def cancel(self, request_id: str) -> None:
         for puller in self._pullers.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -86,7 +85,8 @@ class PullWorker(KVConnectorWorker):
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
         if memory.device.driver != "host":
             self._pins = NoPins()
-            self._settle = functools.partial(_synchronize, memory.config.device)
+            # All streams of the process, whichever the engine computes on; our own copies among them, which take milliseconds.
+            self._settle = memory.device.synchronize
         try:
             self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
             self._transport.open(self._geometry, memory, self._fence)
@@ -258,10 +258,3 @@ class PullWorker(KVConnectorWorker):
 
 def _nothing() -> None:
     return
-
-
-def _synchronize(ordinal: int) -> None:
-    """All streams of the process, whichever the engine computes on; our own copies among them, which take under a millisecond."""
-    import torch
-
-    torch.cuda.synchronize(ordinal)

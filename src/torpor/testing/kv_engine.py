@@ -89,7 +89,7 @@ class KVEngine:
     def begin_load(self, request_id: str, prompt: Sequence[int], params: dict[str, Any], block_ids: Sequence[int]) -> int:
         """Asks for a hand-off's KV; how many tokens will come. RequestError for params that are refused at the door."""
         request = _request(request_id, prompt, dict(params))
-        self.scheduler.check_params(params, len(prompt))
+        self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         needed = -(-tokens // self.spec.block_size)
         self.scheduler.update_state_after_alloc(request, cast(list[BlockId], list(block_ids[:needed])), tokens)
@@ -195,5 +195,8 @@ def expected(spec: KVCacheSpec, prompt: Sequence[int], index: int) -> bytes:
 
 def _request(request_id: str, prompt: Sequence[int], params: dict[str, Any]) -> GenerationRequest:
     return GenerationRequest(
-        request_id=request_id, prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1), kv_transfer_params=params
+        request_id=request_id,
+        prompt_token_ids=prompt if isinstance(prompt, list) else list(prompt),
+        sampling=SamplingParams(max_tokens=1),
+        kv_transfer_params=params,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import gpu_kit
 import pytest
-from connector_kit import LARGE, meet
+from connector_kit import LARGE, meet, on
 from kv_child import SPARES, Child
 from kv_meeting import Meeting, lying_readers
 
@@ -47,15 +47,16 @@ def large(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]:
         yield meeting
 
 
-@pytest.fixture
-def start(meeting: Meeting) -> Callable[..., Child]:
-    """As the tests of processes on the host have it."""
+@pytest.fixture(params=["ipc", "nixl"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """As the tests of processes on the host have it, with their small caches."""
+    with contextlib.closing(Meeting(request.param, tmp_path, memory=on())) as meeting:
 
-    def start(engine_id: str, role: str, **settings: Any) -> Child:
-        return meeting.child(engine_id, role, **settings)
+        def start(engine_id: str, role: str, **settings: Any) -> Child:
+            return meeting.child(engine_id, role, **settings)
 
-    start.connector = meeting.connector  # type: ignore[attr-defined]
-    return start
+        start.connector = meeting.connector  # type: ignore[attr-defined]
+        yield start
 
 
 @pytest.fixture
