@@ -39,7 +39,7 @@ BLOCK_SIZE, HEAD_DIM = 16, 128
 TOKEN_BYTES = 128 << 10  # of all layers: as a model of 8 billion parameters has
 GOAL_NVLINK = 300.0  # GB/s
 GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
-PHASE_MIB = (2, 8, 64, 512)  # a block of all layers has 2
+PHASE_MIB = (2, 8, 64, 512, 4096)  # a block of all layers has 2
 WAIT_S = 60.0
 
 
@@ -226,7 +226,7 @@ def measure(
 
 def phases(owner: Owner, block_bytes: int, ordinals: Sequence[int], args: Any) -> dict[str, dict[str, common.Samples]]:
     """By MiB of a load: microseconds of every phase, and GB/s of the whole."""
-    sizes = [mib for mib in PHASE_MIB if mib <= args.mib]
+    sizes = [mib for mib in PHASE_MIB if mib <= 4 * args.mib]
     transfer = Transfer(owner, "ipc", spec_of(block_bytes, sizes[-1] << 20), *configs(args, ordinals))
     try:
         whole = BLOCK_SIZE * TOKEN_BYTES
@@ -246,7 +246,7 @@ def phases(owner: Owner, block_bytes: int, ordinals: Sequence[int], args: Any) -
 
 def main() -> None:
     args = common.arguments(
-        __doc__, driver="cuda", mib=1024, rounds=7, sizes="16384,65536,1048576", quick=False, out=str(common.MEASUREMENTS)
+        __doc__, driver="cuda", mib=1024, rounds=7, sizes="16384,4096,65536,1048576", quick=False, out=str(common.MEASUREMENTS)
     )
     if args.quick:
         args.rounds, args.mib = 2, min(args.mib, 16)

@@ -57,7 +57,8 @@ class BlockCopier::Batch {
     write_lists(lease_.lane.buffer, blocks);
     if (lists_.at == 0) return kernels.copy(placed_at(blocks, lease_.lane.buffer), lease_.lane.stream);
     const uint64_t bytes = 2 * (blocks.arrays + blocks.count) * sizeof(uint64_t);
-    check(table().cuMemcpyHtoDAsync_v2(lists_.at, lease_.lane.buffer, bytes, lease_.lane.stream), TP_OP_COPY, "cuMemcpyHtoDAsync");
+    // By a kernel: a copy engine would have to be waited for by what follows on the stream, which takes longer than so little does.
+    kernels.pull({lists_.at, reinterpret_cast<Address>(lease_.lane.buffer), bytes}, lease_.lane.stream);
     kernels.copy(placed_at(blocks, reinterpret_cast<const void *>(lists_.at)), lease_.lane.stream);
   }
   void wait() { lease_.wait(TP_OP_COPY); }

@@ -6,11 +6,12 @@ two of them, in one process or in two, to see what a connector does when one of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, cast
 
@@ -54,8 +55,8 @@ class KVEngine:
         self.scheduler = kind.create_scheduler(self.config, spec)
         self.worker = kind.create_worker(self.config, spec)
         self._finished: dict[str, str] = {}
-        self._told = threading.Event()
-        self.worker.tell_when_finished(self._told.set)
+        self._told: SimpleQueue[None] = SimpleQueue()
+        self.worker.tell_when_finished(lambda: self._told.put(None))
         self._unsubscribe: Callable[[], None] = _nothing
         try:
             self.worker.register_kv_caches(self.kv_caches, spec, self.memory)
@@ -122,13 +123,13 @@ class KVEngine:
         """ "sending", "recving" or "failed". TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._told.clear()
             self.step()
             if request_id in self._finished:
                 return self._finished.pop(request_id)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"request {request_id} did not finish within {timeout_s} s")
-            self._told.wait(poll_s)
+            with contextlib.suppress(Empty):
+                self._told.get(timeout=poll_s)
 
     def sleep(self) -> SleepReport:
         try:
