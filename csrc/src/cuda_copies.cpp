@@ -13,7 +13,6 @@ namespace {
 constexpr uint32_t kMaxStreams = 4;  // one saturates the link, a few keep it full between pieces
 constexpr uint64_t kCopyPiece = uint64_t{32} << 20;
 constexpr uint64_t kStageBytes = uint64_t{4} << 20;
-constexpr uint64_t kMostBlocks = uint64_t{1} << 15;  // of one launch: enough to fill the device
 
 void enqueue(tp_copy_kind kind, const tp_span &span, CUstream stream) {
   const Table &cu = table();
@@ -91,19 +90,7 @@ void Copies::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
   const Context::Scope scope(context_, TP_OP_COPY);
   const Kernels *compiled = kernels();
   if (compiled == nullptr || !Kernels::can_copy(blocks)) return copy(TP_COPY_DEVICE, spans_of(blocks), threads);
-  // While one batch is copied, the lists of the next are written.
-  Lanes::Lease leases[] = {{lanes_, 2 * kMostBlocks * sizeof(uint64_t), TP_OP_COPY}, {lanes_, 2 * kMostBlocks * sizeof(uint64_t), TP_OP_COPY}};
-  uint64_t batch = 0;
-  for (uint64_t first = 0; first < blocks.count; first += kMostBlocks, ++batch) {
-    const uint64_t count = std::min(kMostBlocks, blocks.count - first);
-    Lanes::Lease &lease = leases[batch % 2];
-    lease.wait(TP_OP_COPY);
-    auto *ids = static_cast<uint64_t *>(lease.lane.buffer);
-    std::memcpy(ids, blocks.dst_ids + first, count * sizeof(uint64_t));
-    std::memcpy(ids + count, blocks.src_ids + first, count * sizeof(uint64_t));
-    compiled->copy({blocks.dst, blocks.src, blocks.block_bytes, ids, ids + count, count}, lease.lane.stream);
-  }
-  for (Lanes::Lease &lease : leases) lease.wait(TP_OP_COPY);
+  blocks_.copy(*compiled, blocks);
 }
 
 void Copies::hash(const std::vector<HashItem> &chunks, uint32_t threads) {

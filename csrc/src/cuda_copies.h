@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda_blocks.h"
 #include "cuda_host.h"
 #include "cuda_kernels.h"
 #include "cuda_pieces.h"
@@ -16,7 +17,7 @@ namespace torpor::cuda {
 
 class Copies {
  public:
-  Copies(const Context &context, HostLocks &locks) : context_(context), locks_(locks), lanes_(context) {}
+  Copies(const Context &context, HostLocks &locks) : context_(context), locks_(locks), lanes_(context), blocks_(context, lanes_) {}
   Copies(const Copies &) = delete;
   Copies &operator=(const Copies &) = delete;
   ~Copies();
@@ -48,6 +49,7 @@ class Copies {
   const Context &context_;
   HostLocks &locks_;
   Lanes lanes_;
+  BlockCopier blocks_;
   std::atomic<int64_t> cleared_ns_{0};  // when what was released will have been cleared, as the steady clock counts
   std::mutex mutex_;                    // of the next three
   bool asked_ = false;

@@ -91,6 +91,8 @@ static_assert(sizeof(CUmemAccessDesc) == 12);
   F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle * handle, void *shareable, int type))           \
   F(cuMemHostRegister_v2, (void *at, size_t bytes, unsigned flags))                                               \
   F(cuMemHostUnregister, (void *at))                                                                              \
+  F(cuMemAlloc_v2, (CUdeviceptr * at, size_t bytes))                                                              \
+  F(cuMemFree_v2, (CUdeviceptr at))                                                                               \
   F(cuMemHostAlloc, (void **at, size_t bytes, unsigned flags))                                                    \
   F(cuMemFreeHost, (void *at))                                                                                    \
   F(cuMemcpyHtoDAsync_v2, (CUdeviceptr dst, const void *src, size_t bytes, CUstream stream))                      \

@@ -31,13 +31,15 @@ void check_chunk_bytes(uint64_t chunk_bytes) {
   throw Error::invalid("chunk_bytes is " + std::to_string(chunk_bytes) + ": it must be a positive multiple of 8");
 }
 
-// The smallest range that holds every block of `ids`.
-Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint64_t n) {
-  const auto [low, high] = std::minmax_element(ids, ids + n);
-  if (*high >= UINT64_MAX / block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
-  const Range range{base + *low * block_bytes, (*high - *low + 1) * block_bytes};
-  check_range("a block range", range.address, range.bytes);
-  return range;
+// Pins, in every array, the smallest range that holds every block of `ids`.
+void pin_blocks(AccessTable::Pins &pins, const Address *arrays, const BlockCopies &blocks, const uint64_t *ids) {
+  const auto [low, high] = std::minmax_element(ids, ids + blocks.count);
+  if (*high >= UINT64_MAX / blocks.block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
+  for (uint64_t array = 0; array < blocks.arrays; ++array) {
+    const Range range{arrays[array] + *low * blocks.block_bytes, (*high - *low + 1) * blocks.block_bytes};
+    check_range("a block range", range.address, range.bytes);
+    pins.add(range);
+  }
 }
 
 // Pins the memory of one side, one stretch of neighbours after the other.
@@ -160,14 +162,13 @@ void Device::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t
   driver_->copy(kind, spans, std::max(threads, 1u));
 }
 
-void Device::copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids,
-                         uint64_t n, uint32_t threads) {
-  if (block_bytes == 0) throw Error::invalid("block_bytes is 0");
-  if (n == 0) return;
+void Device::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+  if (blocks.block_bytes == 0) throw Error::invalid("block_bytes is 0");
+  if (blocks.count == 0 || blocks.arrays == 0) return;
   AccessTable::Pins pins(access);
-  pins.add(block_bounds(dst, block_bytes, dst_ids, n));
-  pins.add(block_bounds(src, block_bytes, src_ids, n));
-  driver_->copy_blocks({dst, src, block_bytes, dst_ids, src_ids, n}, std::max(threads, 1u));
+  pin_blocks(pins, blocks.dst, blocks, blocks.dst_ids);
+  pin_blocks(pins, blocks.src, blocks, blocks.src_ids);
+  driver_->copy_blocks(blocks, std::max(threads, 1u));
 }
 
 void Device::hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads) {
@@ -236,9 +237,10 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
 
 std::vector<tp_span> spans_of(const BlockCopies &blocks) {
   std::vector<tp_span> spans;
-  for (uint64_t i = 0; i < blocks.count; ++i) {
-    const uint64_t bytes = blocks.block_bytes;
-    const tp_span next{blocks.dst + blocks.dst_ids[i] * bytes, blocks.src + blocks.src_ids[i] * bytes, bytes};
+  const uint64_t bytes = blocks.block_bytes;
+  for (uint64_t item = 0; item < blocks.arrays * blocks.count; ++item) {
+    const uint64_t array = item / blocks.count, i = item % blocks.count;
+    const tp_span next{blocks.dst[array] + blocks.dst_ids[i] * bytes, blocks.src[array] + blocks.src_ids[i] * bytes, bytes};
     if (!spans.empty()) {
       tp_span &last = spans.back();
       if (last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {

@@ -39,8 +39,7 @@ class Device {
   void retry_orphans() noexcept;
 
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
-  void copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n,
-                   uint32_t threads);
+  void copy_blocks(const BlockCopies &blocks, uint32_t threads);
   void hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads);
   void save(const Images &images, uint32_t threads);
   void restore(const Images &images, uint32_t threads);

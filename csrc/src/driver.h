@@ -52,9 +52,10 @@ struct CheckedCopy {
   bool follows = false;  // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
 };
 
-// Block dst_ids[i] of dst becomes block src_ids[i] of src.
+// Block dst_ids[i] of every array of dst becomes block src_ids[i] of the same array of src.
 struct BlockCopies {
-  Address dst = 0, src = 0;
+  const Address *dst = nullptr, *src = nullptr;  // of every array's block 0
+  uint64_t arrays = 0;
   uint64_t block_bytes = 0;
   const uint64_t *dst_ids = nullptr, *src_ids = nullptr;
   uint64_t count = 0;

@@ -48,6 +48,7 @@ struct {
 } refusal;
 int64_t pulls = 0;
 std::set<void *> host_buffers;
+std::map<CUdeviceptr, size_t> device_buffers;
 std::set<CUstream> streams;
 std::set<CUevent> events;
 std::set<CUmodule> modules;
@@ -55,6 +56,7 @@ CUmemGenericAllocationHandle next_handle = 1000;
 int primary_retains = 0;
 thread_local int pushed = 0;
 int out_of_order = 0;
+bool buffers_refused = false;
 
 CUresult bad(CUresult result) {
   ++out_of_order;
@@ -112,8 +114,13 @@ bool accessible(CUdeviceptr at, size_t bytes) {
   return true;
 }
 
-// A copy may touch several maps of one reservation, not those of two.
-bool in_one_range(CUdeviceptr at, size_t bytes) { return reserved(at, bytes) && accessible(at, bytes); }
+// A copy may touch several maps of one reservation, not those of two, or one buffer.
+bool in_one_range(CUdeviceptr at, size_t bytes) {
+  for (const auto &[start, size] : device_buffers) {
+    if (start <= at && at + bytes <= start + size) return true;
+  }
+  return reserved(at, bytes) && accessible(at, bytes);
+}
 
 CUresult check_context() { return pushed > 0 ? kSuccess : bad(kInvalidContext); }
 void *pointer(CUdeviceptr at) { return reinterpret_cast<void *>(at); }
@@ -327,6 +334,19 @@ FAKE CUresult cuMemHostUnregister(void *at) {
   Lock lock(mutex);
   return registered.erase(reinterpret_cast<CUdeviceptr>(at)) == 1 ? check_context() : bad(kInvalid);
 }
+FAKE CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes) {
+  Lock lock(mutex);
+  if (buffers_refused) return kOutOfMemory;
+  *at = reinterpret_cast<CUdeviceptr>(operator new(bytes));
+  device_buffers[*at] = bytes;
+  return check_context();
+}
+FAKE CUresult cuMemFree_v2(CUdeviceptr at) {
+  Lock lock(mutex);
+  if (device_buffers.erase(at) != 1) return bad(kInvalid);
+  operator delete(pointer(at));
+  return check_context();
+}
 FAKE CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
   MAY_REFUSE;
   *at = operator new(bytes);
@@ -464,11 +484,11 @@ FAKE const char *fake_cuda_left() {
   static thread_local std::string text;
   std::ostringstream out;
   Lock lock(mutex);
-  const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() +
+  const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() + device_buffers.size() +
                       streams.size() + events.size() + modules.size();
   if (left > 0 || primary_retains != 0 || pushed != 0 || out_of_order != 0) {
     out << allocations.size() << " allocations, " << reservations.size() << " reservations, " << maps.size() << " maps, "
-        << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << streams.size() << " streams, "
+        << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << device_buffers.size() << " of the device, " << streams.size() << " streams, "
         << events.size() << " events, " << modules.size() << " modules, "
         << primary_retains << " contexts, " << pushed << " pushed, " << out_of_order << " calls out of order";
   }
@@ -497,4 +517,9 @@ FAKE int64_t fake_cuda_page_locked() {
   int64_t sum = 0;
   for (const auto &[at, bytes] : registered) sum += static_cast<int64_t>(bytes);
   return sum;
+}
+
+FAKE void fake_cuda_refuse_buffers(bool refuse) {
+  Lock lock(mutex);
+  buffers_refused = refuse;
 }

@@ -20,4 +20,7 @@ void check_nothing_left();
 // Bytes page-locked now; -1 where the fake is not loaded.
 int64_t page_locked();
 
+// While true, the device has no memory left for what torpor keeps there for itself.
+void refuse_buffers(bool refuse);
+
 }  // namespace fake_cuda

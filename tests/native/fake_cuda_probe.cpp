@@ -38,4 +38,9 @@ bool refused() {
   return reached;
 }
 
+void refuse_buffers(bool refuse) {
+  auto *refuse_them = reinterpret_cast<void (*)(bool)>(symbol("fake_cuda_refuse_buffers"));
+  if (refuse_them != nullptr) refuse_them(refuse);
+}
+
 }  // namespace fake_cuda

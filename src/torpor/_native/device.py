@@ -126,19 +126,26 @@ class Device(Owned):
 
     def copy_blocks(
         self,
-        dst: int,
-        src: int,
+        dst: int | Sequence[int] | Uint64Array,
+        src: int | Sequence[int] | Uint64Array,
         block_bytes: int,
         dst_ids: Sequence[int] | Uint64Array,
         src_ids: Sequence[int] | Uint64Array,
         threads: int = 1,
     ) -> None:
-        """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`."""
-        to, source = _uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)
-        if to.shape != source.shape:
-            raise ConfigurationError(f"{to.size} destination blocks, but {source.size} source blocks")
-        sizes = (unsigned("block_bytes", block_bytes), to.ctypes.data, source.ctypes.data, to.size)
-        call("tp_copy_blocks", self.handle, dst, src, *sizes, threads)
+        """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`.
+
+        ``dst`` and ``src``: the address of block 0, or those of several arrays, all of whose blocks are copied. One call of a
+        few microseconds for all of them; arrays of uint64 are taken as they are.
+        """
+        arrays = [_uint64(name, [at] if isinstance(at, int) else at) for name, at in (("dst", dst), ("src", src))]
+        ids = [_uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)]
+        for (to, source), what in ((arrays, "arrays"), (ids, "blocks")):
+            if to.shape != source.shape:
+                raise ConfigurationError(f"{to.size} destination {what}, but {source.size} source {what}")
+        pointers = [array.ctypes.data for array in (*arrays, *ids)]
+        sizes = arrays[0].size, unsigned("block_bytes", block_bytes)
+        call("tp_copy_blocks", self.handle, *pointers[:2], *sizes, *pointers[2:], ids[0].size, threads)
 
     def hash_chunks(self, address: int, nbytes: int, chunk_bytes: int, *, on_host: bool = False, threads: int = 1) -> Uint64Array:
         """One hash per chunk, the last may be shorter. The same bytes have the same hash on every driver and on the host.
@@ -278,6 +285,8 @@ def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _uint64(name: str, values: Sequence[Any] | Uint64Array) -> Uint64Array:
+    if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values) if len(values) else np.empty(0, dtype=np.uint64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "i" and array.size and int(array.min()) < 0):
         raise ConfigurationError(f"{name} must be 64-bit unsigned numbers", setting=name)

@@ -114,7 +114,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_import_open": (_HANDLE, POINTER(c_int32), _U64P, c_uint64, c_int32, _HANDLE_OUT, _U64P),
     "tp_import_close": (_HANDLE,),
     "tp_copy": (_HANDLE, c_int32, c_void_p, c_uint64, c_uint32),
-    "tp_copy_blocks": (_HANDLE, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
+    "tp_copy_blocks": (_HANDLE, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
     "tp_hash_path": (_HANDLE, c_char_p, c_uint64),
     "tp_save": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),

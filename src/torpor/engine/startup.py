@@ -124,7 +124,7 @@ def bring_up(
         scheduler_side = None
         if connector is not None:
             kind, connector_config = connector
-            timer.run("registering the KV cache", lambda: executor.attach_connector(kind, connector_config))
+            timer.run("registering the KV cache", lambda: executor.attach_connector(kind, connector_config, on_ready))
             scheduler_side = kind.create_scheduler(connector_config, executor.kv_spec)
         core = EngineCore(
             config,
