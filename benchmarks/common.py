@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import fcntl
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import document
 import machine
 from machine import ROOT
 from rich.console import Console
@@ -186,7 +186,7 @@ class Run:
         for goal in goals:
             console.print(f"[{'green' if goal.reached else 'red'}]{'reached' if goal.reached else 'MISSED '}[/]  {goal}")
         console.print(f"others took {others:.0%} of the processors meanwhile; {seconds:.0f} s in all")
-        document = {
+        entry = {
             **self.header,
             "processors_taken_by_others": others,
             "seconds": seconds,
@@ -195,7 +195,7 @@ class Run:
             "results": rounded(results),
         }
         path = self._folder.resolve() / f"{self.device}.json"
-        put(path, self.name, document)
+        document.put(path, self.name, entry)
         console.print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
         return path
 
@@ -210,28 +210,9 @@ def measured_lately(folder: str | Path, device: str, name: str, within_s: float 
     return dict(found["results"]) if age.total_seconds() < within_s else None
 
 
-def put(path: Path, name: str, document: Mapping[str, Any]) -> None:
-    """Under ``name`` in a file of measurements, which is made where it is missing; two processes may do so at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        benchmarks = json.loads(file.read() or "{}")
-        benchmarks[name] = document
-        file.seek(0)
-        file.truncate()
-        file.write(json.dumps(dict(sorted(benchmarks.items())), indent=2) + "\n")
-
-
 def command_line() -> str:
     """As typed in the repository's root, whatever the folder is called here; without where the file goes."""
-    script = Path(sys.argv[0]).resolve()
-    name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    arguments = sys.argv[1:]
-    while "--out" in arguments:
-        at = arguments.index("--out")
-        arguments = arguments[:at] + arguments[at + 2 :]
-    return shlex.join(["python", name, *arguments])
+    return shlex.join(["python", *document.without_places([sys.argv[0], *sys.argv[1:]])])
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

@@ -77,11 +77,14 @@ def main() -> None:
         connectors="ipc,nixl",
         model="builtin:smollm2-135m",
         cycles=2,
+        name="demo",
     )
     if options.quick:
         options.cycles, options.connectors = 1, options.connectors.split(",")[0]
     gpu = options.memory_driver == "cuda"
-    run = common.Run("demo", f"torpor demo, {options.memory_driver} driver, {Path(options.model).name}", options.out, gpu=gpu)
+    run = common.Run(
+        options.name, f"torpor demo, {options.memory_driver} driver, {Path(options.model).name}", options.out, gpu=gpu
+    )
     status, written = run_demo(options)
     if not written:
         raise SystemExit(status or 1)

@@ -242,10 +242,14 @@ def compile_one(task: tuple[str, Constants, int]) -> str:
 
 def sweep(run: common.Run, kinds: Sequence[str], block_size: int) -> dict[str, Any]:
     tasks = [(kind, chosen, block_size) for kind in kinds for chosen in candidates(kind)]
-    # Forked before this process has a context of the device: torch is imported once.
-    with multiprocessing.get_context("fork").Pool(min(len(tasks), len(os.sched_getaffinity(0)))) as pool:
+    # Not forked from here: a process that has asked for the device's name has a context, which its children cannot use.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton"])
+    with context.Pool(min(len(tasks), len(os.sched_getaffinity(0)))) as pool:
         faults = pool.map(compile_one, tasks, chunksize=1)
     run.note("\n".join(filter(None, faults)) or "all compile")
+    if all(faults):
+        raise SystemExit("nothing compiles")
     good = {kind: [c for (k, c, _), fault in zip(tasks, faults, strict=True) if k == kind and not fault] for kind in kinds}
     decodes = {f"{s} x {c}": Decode(s, c, block_size) for s, c in SWEPT_DECODES}
     few = {f"{s} x {c}": decodes[f"{s} x {c}"] for s, c in SWEPT_DETERMINISTIC}

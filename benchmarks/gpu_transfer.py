@@ -8,6 +8,9 @@ same round, one copy of as many bytes in one piece: the most that the memory, or
 ``nixl`` where it is installed, with the first size only and a sixteenth of the bytes: it may be a hundred times slower. What
 arrived is compared to the bit.
 
+Then ``ipc`` loads of several sizes, by phase: until the device is asked to copy, until the last copy has ended, until the reader
+knows that the bytes are right.
+
 GB/s are of bytes that arrive; within one GPU its memory moves twice as many.
 """
 
@@ -20,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,6 +39,7 @@ BLOCK_SIZE, HEAD_DIM = 16, 128
 TOKEN_BYTES = 128 << 10  # of all layers: as a model of 8 billion parameters has
 GOAL_NVLINK = 300.0  # GB/s
 GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
+PHASE_MIB = (2, 8, 64, 512, 4096)  # a block of all layers has 2
 WAIT_S = 60.0
 
 
@@ -101,6 +106,21 @@ class Owner:
         return self._pipe.recv()
 
 
+@dataclass(frozen=True)
+class Load:
+    """Seconds of one load: before the first copy was begun, the copies, and after the last had ended."""
+
+    nbytes: int
+    before_s: float
+    copies_s: float
+    after_s: float
+
+    @property
+    def rate(self) -> float:
+        """GB/s."""
+        return self.nbytes / (self.before_s + self.copies_s + self.after_s) / 1e9
+
+
 class Transfer:
     """An engine in the owner's process and a reader in this one."""
 
@@ -116,21 +136,40 @@ class Transfer:
         self._stack.callback(owner.ask, None)
         self.engine = self._stack.enter_context(engine_of("D", "consumer", connector, spec, ours, folder))
         self._copy = tuple(_scratch(self.nbytes, config) for config in (theirs, ours))
+        self._marks: list[float] = []
+        self._watch_copies()
 
-    def load(self) -> float:
+    def _watch_copies(self) -> None:
+        device: Any = self.engine.memory.device
+        plain = device.copy_blocks
+
+        def marked(*args: Any) -> None:
+            self._marks.append(time.perf_counter())
+            plain(*args)
+            self._marks.append(time.perf_counter())
+
+        device.copy_blocks = marked
+
+    def rate(self) -> float:
         """GB/s of one load."""
+        return self.load(self.spec.num_blocks // 2).rate
+
+    def load(self, blocks: int) -> Load:
+        """One load of so many blocks of all layers."""
         self._number += 1
-        there, here = self._scattered(), self._scattered()
+        self._marks.clear()
+        there, here = self._scattered(blocks), self._scattered(blocks)
         prompt = [self._number, *range(len(there) * BLOCK_SIZE - 1)]
         params = self._owner.ask((f"r{self._number}", prompt, there))
         request, begun = f"q{self._number}", time.perf_counter()
         self.engine.begin_load(request, prompt, params, here)
         finished = self.engine.wait(request, WAIT_S, poll_s=0.0001)
-        took = time.perf_counter() - begun
+        known = time.perf_counter()
         if finished != "recving":
             raise SystemExit(f"a load of {self.nbytes} bytes ended as {finished}")
         self.there, self.here = there, here
-        return self.nbytes / took / 1e9
+        first, last = self._marks[0], self._marks[-1]
+        return Load(self.nbytes * blocks // (self.spec.num_blocks // 2), first - begun, last - first, known - last)
 
     def copy(self) -> float:
         """GB/s of one copy of as many bytes in one piece."""
@@ -155,8 +194,8 @@ class Transfer:
         self._copy = ()
         self._stack.close()
 
-    def _scattered(self) -> list[int]:
-        return self._rng.sample(range(self.spec.num_blocks), self.spec.num_blocks // 2)
+    def _scattered(self, blocks: int) -> list[int]:
+        return self._rng.sample(range(self.spec.num_blocks), blocks)
 
 
 def _scratch(nbytes: int, config: MemoryConfig) -> torch.Tensor:
@@ -169,22 +208,45 @@ def _synchronize(*tensors: torch.Tensor) -> None:
             torch.cuda.synchronize(tensor.device)
 
 
+def configs(args: Any, ordinals: Sequence[int]) -> list[MemoryConfig]:
+    return [MemoryConfig(driver=args.driver, device=ordinal, extent_bytes=1 << 30) for ordinal in ordinals]
+
+
 def measure(
     owner: Owner, connector: str, block_bytes: int, load_bytes: int, ordinals: Sequence[int], args: Any
 ) -> dict[str, Any]:
-    theirs, ours = (MemoryConfig(driver=args.driver, device=ordinal, extent_bytes=1 << 30) for ordinal in ordinals)
-    transfer = Transfer(owner, connector, spec_of(block_bytes, load_bytes), theirs, ours)
+    transfer = Transfer(owner, connector, spec_of(block_bytes, load_bytes), *configs(args, ordinals))
     try:
-        found = common.interleaved({"load": transfer.load, "copy": transfer.copy}, args.rounds, warmup=2)
+        found = common.interleaved({"load": transfer.rate, "copy": transfer.copy}, args.rounds, warmup=2)
         same = transfer.verify()
         return {**found, "bytes": transfer.nbytes, "identical": same, "path": transfer.engine.worker.stats().path}
     finally:
         transfer.close()
 
 
+def phases(owner: Owner, block_bytes: int, ordinals: Sequence[int], args: Any) -> dict[str, dict[str, common.Samples]]:
+    """By MiB of a load: microseconds of every phase, and GB/s of the whole."""
+    sizes = [mib for mib in PHASE_MIB if mib <= 4 * args.mib]
+    transfer = Transfer(owner, "ipc", spec_of(block_bytes, sizes[-1] << 20), *configs(args, ordinals))
+    try:
+        whole = BLOCK_SIZE * TOKEN_BYTES
+        loads = [{mib: transfer.load((mib << 20) // whole) for mib in sizes} for _ in range(3 * args.rounds)][2:]
+    finally:
+        transfer.close()
+    return {
+        str(mib): {
+            "before_us": common.Samples(tuple(1e6 * one[mib].before_s for one in loads)),
+            "copies_us": common.Samples(tuple(1e6 * one[mib].copies_s for one in loads)),
+            "after_us": common.Samples(tuple(1e6 * one[mib].after_s for one in loads)),
+            "rate": common.Samples(tuple(one[mib].rate for one in loads)),
+        }
+        for mib in sizes
+    }
+
+
 def main() -> None:
     args = common.arguments(
-        __doc__, driver="cuda", mib=1024, rounds=7, sizes="16384,65536,1048576", quick=False, out=str(common.MEASUREMENTS)
+        __doc__, driver="cuda", mib=1024, rounds=7, sizes="16384,4096,65536,1048576", quick=False, out=str(common.MEASUREMENTS)
     )
     if args.quick:
         args.rounds, args.mib = 2, min(args.mib, 16)
@@ -195,9 +257,9 @@ def main() -> None:
     results: dict[str, Any] = {"gpus": [torch.cuda.get_device_name(i) for i in range(gpus)]}
     goals, rows = {}, []
     owner = Owner()
+    sizes = [int(size) for size in args.sizes.split(",")]
     for way, ordinals in ways.items():
         for connector in connectors:
-            sizes = [int(size) for size in args.sizes.split(",")]
             for block_bytes in sizes if connector == "ipc" else sizes[:1]:
                 load_bytes = (args.mib << 20) // (1 if connector == "ipc" else 16)
                 found = measure(owner, connector, block_bytes, load_bytes, ordinals, args)
@@ -209,8 +271,15 @@ def main() -> None:
                 if connector == "ipc" and way == "one GPU":
                     enough = found["load"].median >= GOAL_OF_COPY * found["copy"].median
                     goals[f"{way}, {block_bytes >> 10} KiB: {GOAL_OF_COPY} of the copy rate"] = enough
+    by_phase = {way: phases(owner, sizes[0], ordinals, args) for way, ordinals in ways.items()}
     owner.close()
     run.table("GB/s, median (lowest-highest)", ["way", "block KiB", "load", "one copy", "identical"], rows)
+    run.table(
+        f"microseconds of a load in blocks of {sizes[0] >> 10} KiB",
+        ["way", "MiB", "before the copy", "copy", "after it", "GB/s"],
+        [[f"{way}, ipc", int(mib), *found.values()] for way, of_way in by_phase.items() for mib, found in of_way.items()],
+    )
+    results["phases"] = by_phase
     run.write(results, goals)
 
 

@@ -1,17 +1,21 @@
 """In which order a wake creates memory and copies: what was tried, on one GPU, against the link.
 
-    python benchmarks/gpu_wake_orders.py
+    python benchmarks/gpu_wake_orders.py                   # 45 s, 64 GiB of one GPU, 16 GiB of host memory
 
 16 GiB that are copied back from page-locked memory ("weights"), 32 GiB that only need memory ("cache"). Driver calls only,
 through ``torpor._native``; what arrived is checked only where it says so. ``at once``: the memory was released milliseconds
-before, and the device is still clearing it; ``later``: a second before.
+before, and the device is still clearing it; ``later``: half a second before.
+
+Before that, what the clearing does to copies alone: into memory that stayed, right after 48 GiB beside it were released.
+Orders are tried in turns until ``--seconds`` are over; the table says how often.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import common
@@ -21,9 +25,10 @@ from torpor._native import ChunkImage, Device, Region
 
 GIB, MIB = 1 << 30, 1 << 20
 CHUNK = 2 * MIB
-DEFAULT_EXTENT = 512
-PAUSES = {"at once": 0.0, "later": 1.0}
-SETTLE_S = 0.3  # before every round: what the last one released has been cleared
+PIECE = 64 * MIB  # of a time line
+BUCKET_S = 0.02
+PAUSES = {"at once": 0.0, "later": 0.5}
+SETTLE_S = 0.25  # before every round: what the last one released has been cleared
 THREADS = 8
 
 
@@ -64,15 +69,39 @@ class Scene:
         self.device.map(regions)
 
 
-def beside(work: Callable[[], object], other: Callable[[], object], delay_s: float = 0.0) -> None:
+@contextmanager
+def scene_of(device: Device, image: int, weights_bytes: int, cache_bytes: int, extent_bytes: int) -> Iterator[Scene]:
+    scene = Scene(device, image, weights_bytes, cache_bytes, extent_bytes)
+    try:
+        yield scene
+    finally:
+        scene.close()
+
+
+def beside(work: Callable[[], object], other: Callable[[], object]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(delay_s)
     other()
     thread.join()
 
 
 # ---- orders ----------------------------------------------------------------------------------------------------------------
+
+Order = Callable[[Scene], None]
+
+
+def checked(scene: Scene) -> None:
+    scene.wake(scene.weights, scene.cache)
+
+
+def checked_all_first(scene: Scene) -> None:
+    scene.map(scene.weights, scene.cache)
+    scene.wake()
+
+
+def checked_cache_after(scene: Scene) -> None:
+    scene.wake(scene.weights)
+    scene.map(scene.cache)
 
 
 def all_first(scene: Scene) -> None:
@@ -91,50 +120,23 @@ def cache_beside(scene: Scene) -> None:
     beside(scene.copy, lambda: scene.map(scene.cache))
 
 
-def weights_alone(scene: Scene) -> None:
-    scene.map(scene.weights)
-    scene.copy()
-
-
-def cleared_first(scene: Scene) -> None:
-    scene.map(scene.weights, scene.cache)
-    time.sleep(0.15)
-    scene.copy()
-
-
 def kernel_all_first(scene: Scene) -> None:
     scene.map(scene.weights, scene.cache)
     scene.copy_by_kernel()
 
 
-def kernel_cache_beside(scene: Scene) -> None:
-    scene.map(scene.weights)
-    beside(scene.copy_by_kernel, lambda: scene.map(scene.cache))
-
-
-def checked(scene: Scene) -> None:
-    scene.wake(scene.weights, scene.cache)
-
-
-def checked_all_first(scene: Scene) -> None:
-    scene.map(scene.weights, scene.cache)
-    scene.wake()
-
-
-ORDERS: dict[str, Callable[[Scene], None]] = {
-    "torpor: copies from the first extent on, checked": checked,
+ORDERS: dict[str, Order] = {
+    "torpor: copies are started as memory is made, checked": checked,
+    "the same, the cache after the copies": checked_cache_after,
     "the same, all memory first": checked_all_first,
     "copy engine, all memory first": all_first,
     "copy engine, cache beside the copies": cache_beside,
     "copy engine, cache after the copies": cache_after,
-    "copy engine, all memory, then 0.15 s, then copies": cleared_first,
-    "copy engine, weights alone": weights_alone,
     "kernel, all memory first": kernel_all_first,
-    "kernel, cache beside the copies": kernel_cache_beside,
 }
 
 
-def one_round(scene: Scene, order: Callable[[Scene], None], pause_s: float) -> float:
+def one_round(scene: Scene, order: Order, pause_s: float) -> float:
     time.sleep(SETTLE_S)
     scene.device.unmap([scene.weights, scene.cache])
     time.sleep(pause_s)
@@ -145,17 +147,57 @@ def one_round(scene: Scene, order: Callable[[Scene], None], pause_s: float) -> f
     return took
 
 
-def measure(scene: Scene, orders: dict[str, Callable[[Scene], None]], rounds: int) -> dict[str, dict[str, common.Samples]]:
-    found: dict[str, dict[str, common.Samples]] = {}
-    for when, pause_s in PAUSES.items():
-        cases = {name: lambda order=order: one_round(scene, order, pause_s) for name, order in orders.items()}  # type: ignore[misc]  # noqa: B023
-        for name, samples in common.interleaved(cases, rounds, warmup=0).items():
-            found.setdefault(name, {})[when] = samples
-    return found
+def measure(scene: Scene, until: float) -> dict[str, dict[str, common.Samples]]:
+    """Every order once at least, and again while there is time for all of them."""
+    values: dict[str, dict[str, list[float]]] = {name: {when: [] for when in PAUSES} for name in ORDERS}
+    round_s = 0.0
+    while time.perf_counter() + round_s < until or not round_s:
+        began = time.perf_counter()
+        for when, pause_s in PAUSES.items():
+            for name, order in ORDERS.items():
+                values[name][when].append(one_round(scene, order, pause_s))
+        round_s = time.perf_counter() - began
+    return {name: {when: common.Samples(tuple(v)) for when, v in times.items()} for name, times in values.items()}
 
 
-def link(scene: Scene, rounds: int) -> common.Samples:
-    return common.interleaved({"link": scene.copy}, rounds)["link"]
+# ---- copies while the device clears ----------------------------------------------------------------------------------------
+
+
+def time_line(device: Device, image: int, nbytes: int, copy: Callable[[int, int], None], released: Region) -> list[float]:
+    """GB/s of each BUCKET_S after ``released`` was unmapped, of copies into memory that stays."""
+    with device.create_region(nbytes, extent_bytes=512 * MIB) as target:
+        time.sleep(SETTLE_S)
+        device.unmap([released])
+        began = time.perf_counter()
+        ends = []
+        for offset in range(0, nbytes, PIECE):
+            copy(target.address + offset, image + offset)
+            ends.append(time.perf_counter() - began)
+        device.map([released])
+    return rates(ends)
+
+
+def rates(ends: list[float]) -> list[float]:
+    """Bytes count evenly over the time in which their piece was copied."""
+    moved = [0.0] * (int(ends[-1] / BUCKET_S) + 1)
+    for start, end in zip([0.0, *ends], ends, strict=False):
+        for bucket in range(int(start / BUCKET_S), int(end / BUCKET_S) + 1):
+            share = min(end, (bucket + 1) * BUCKET_S) - max(start, bucket * BUCKET_S)
+            moved[bucket] += PIECE * max(0.0, share) / (end - start)
+    return [m / BUCKET_S / 1e9 for m in moved[:-1]]
+
+
+def time_lines(device: Device, image: int, nbytes: int, released_bytes: int) -> dict[str, list[float]]:
+    ids = np.arange(PIECE // CHUNK, dtype=np.uint64)
+    ways: dict[str, Callable[[int, int], None]] = {
+        "copy engine": lambda dst, src: device.copy("to_device", [(dst, src, PIECE)]),
+        "kernel": lambda dst, src: device.copy_blocks(dst, src, CHUNK, ids, ids),
+    }
+    with device.create_region(released_bytes, extent_bytes=512 * MIB) as released:
+        return {name: time_line(device, image, nbytes, way, released) for name, way in ways.items()}
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(found: dict[str, dict[str, common.Samples]], link_s: float) -> list[list[Any]]:
@@ -165,24 +207,32 @@ def rows_of(found: dict[str, dict[str, common.Samples]], link_s: float) -> list[
     ]
 
 
+def show_lines(run: common.Run, lines: dict[str, list[float]]) -> None:
+    shown = range(min(12, *map(len, lines.values())))
+    columns = [f"{1e3 * BUCKET_S * b:.0f}" for b in shown]
+    rows = [[name, *(f"{line[b]:.0f}" for b in shown)] for name, line in lines.items()]
+    run.table("GB/s of copies, by milliseconds after the release", ["", *columns], rows)
+
+
 def main() -> None:
-    options = common.arguments(__doc__, weights=16.0, cache=32.0, rounds=5, extents="512,64,256,1024")
+    began = time.perf_counter()
+    options = common.arguments(__doc__, weights=16.0, cache=32.0, extent=512, seconds=40.0)
+    if options.quick:
+        options.seconds = 20.0
     run = common.Run("gpu_wake_orders", "orders of a wake: creating memory against copying", options.out)
     weights_bytes, cache_bytes = int(options.weights * GIB), int(options.cache * GIB)
-    document: dict[str, Any] = {}
     with Device.open("cuda") as device, device.create_arena(weights_bytes) as arena:
         device.hash_path()  # compiled before anything is timed
         arena.commit(0, weights_bytes, THREADS)
-        for extent in (int(mib) for mib in options.extents.split(",")):
-            scene = Scene(device, arena.address, weights_bytes, cache_bytes, extent * MIB)
-            if "link" not in document:
-                document["link"] = link(scene, options.rounds)
-            orders = ORDERS if extent == DEFAULT_EXTENT else dict(list(ORDERS.items())[:2])
-            document[f"{extent} MiB"] = measure(scene, orders, options.rounds)
-            scene.close()
-            title = f"extents of {extent} MiB; ms (times the link), medians of {options.rounds}"
-            run.table(title, ["", *PAUSES], rows_of(document[f"{extent} MiB"], document["link"].median))
-    run.write({"seconds": document}, [])
+        lines = time_lines(device, arena.address, weights_bytes, weights_bytes + cache_bytes)
+        show_lines(run, lines)
+        with scene_of(device, arena.address, weights_bytes, cache_bytes, options.extent * MIB) as scene:
+            link = common.interleaved({"link": scene.copy}, 2)["link"]
+            found = measure(scene, began + options.seconds)
+    rounds = len(next(iter(found.values()))["later"].values)
+    title = f"extents of {options.extent} MiB; ms (times the link, {1e3 * link.median:.0f}), medians of {rounds}"
+    run.table(title, ["", *PAUSES], rows_of(found, link.median))
+    run.write({"link": link, "seconds": found, "gb_per_s_after_release": lines}, [])
 
 
 if __name__ == "__main__":

@@ -272,12 +272,13 @@ TORPOR_API tp_status tp_copy(tp_device *device, tp_copy_kind kind, const tp_span
   });
 }
 
-TORPOR_API tp_status tp_copy_blocks(tp_device *device, uint64_t dst, uint64_t src, uint64_t block_bytes, const uint64_t *dst_ids,
-                                    const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err) {
+TORPOR_API tp_status tp_copy_blocks(tp_device *device, const uint64_t *dst, const uint64_t *src, uint64_t arrays, uint64_t block_bytes,
+                                    const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
+    if (arrays > 0) require("dst, src", dst, src);
     if (n > 0) require("dst_ids, src_ids", dst_ids, src_ids);
-    device->device->copy_blocks(dst, src, block_bytes, dst_ids, src_ids, n, threads);
+    device->device->copy_blocks({dst, src, arrays, block_bytes, dst_ids, src_ids, n}, threads);
   });
 }
 
@@ -321,10 +322,12 @@ TORPOR_API tp_status tp_restore(tp_device *device, const tp_image *images, uint6
 }
 
 TORPOR_API tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m,
-                             uint64_t chunk_bytes, uint32_t threads, tp_error *err) {
+                             uint64_t chunk_bytes, uint32_t threads, tp_mapped mapped, void *context, tp_error *err) {
   return guarded(err, [&] {
     require("device", device);
-    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads);
+    std::function<void()> tell;
+    if (mapped != nullptr) tell = [&] { mapped(context); };
+    device->device->wake(batch(regions, n), {image_list(images, m), chunk_bytes}, threads, tell);
   });
 }
 

@@ -93,7 +93,8 @@ void save_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t
 
 void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads, const Beside &beside) {
   if (driver.chunk_by_chunk() || chunks.empty()) {
-    if (beside.work) beside.work();
+    if (beside.work) beside.work([] {});
+    if (beside.meanwhile) beside.meanwhile();
     return parallel_for(chunks.size(), threads, [&](uint64_t k) {
       driver.copy_hashed(TP_COPY_TO_DEVICE, to_device(chunks[k]));
       hash_on_device(driver, chunks[k], chunks[k].image->checked + chunks[k].index);

@@ -2,20 +2,22 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "cuda_blocks.h"
 #include "cuda_host.h"
 #include "cuda_kernels.h"
+#include "cuda_pieces.h"
 
 namespace torpor::cuda {
 
 class Copies {
  public:
-  Copies(const Context &context, HostLocks &locks) : context_(context), locks_(locks), lanes_(context) {}
+  Copies(const Context &context, HostLocks &locks) : context_(context), locks_(locks), lanes_(context), blocks_(context, lanes_) {}
   Copies(const Copies &) = delete;
   Copies &operator=(const Copies &) = delete;
   ~Copies();
@@ -30,19 +32,24 @@ class Copies {
   void note_released(uint64_t bytes);
 
  private:
+  class Restore;
+
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
-  bool clearing() const;
+  // How much of a restore that begins now, beside the making of so much memory, is better moved by a kernel.
+  uint64_t bytes_to_pull(uint64_t made) const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
   void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
   void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
+  void save_pieces(const std::vector<Piece> &pieces, const std::function<void()> &landed);
 
   const Context &context_;
   HostLocks &locks_;
   Lanes lanes_;
+  BlockCopier blocks_;
   std::atomic<int64_t> cleared_ns_{0};  // when what was released will have been cleared, as the steady clock counts
   std::mutex mutex_;                    // of the next three
   bool asked_ = false;

@@ -18,8 +18,9 @@ constexpr unsigned kThreads = 256;  // of cuda_kernels.cu
 // Large enough that starting a block of threads does not show, small enough that few chunks fill the device.
 constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
 constexpr uint64_t kVectorBytes = 16;
-constexpr uint64_t kCopyPieceVectors = 1024;
-constexpr uint32_t kBlocksPerProcessor = 4;  // what the registers of torpor_copy_blocks allow
+constexpr uint64_t kRoundVectors = 4 * kThreads;     // of cuda_kernels.cu, as the next one
+constexpr uint32_t kBlocksPerProcessor = 5;
+constexpr uint64_t kMostVectors = uint64_t{1} << 31;  // of one launch, which counts them in 32 bits
 constexpr unsigned kPullBlocks = 32;  // of threads: four times as many are no faster, and take more of the device
 
 uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
@@ -36,9 +37,8 @@ const std::string &code_for(int major, int minor) {
 
 // As the kernel reads it.
 struct BlockCopy {
-  uint64_t dst, src;
-  const uint64_t *dst_ids, *src_ids;
-  uint64_t count, block, piece;
+  const uint64_t *dst, *src, *dst_ids, *src_ids;
+  uint32_t arrays, count, block;
 };
 
 }  // namespace
@@ -90,14 +90,18 @@ void Kernels::sum(const SumTable &sums, uint64_t first, uint64_t last, CUstream 
 }
 
 bool Kernels::can_copy(const BlockCopies &list) {
-  return list.dst % kVectorBytes == 0 && list.src % kVectorBytes == 0 && list.block_bytes % kVectorBytes == 0;
+  const auto aligned = [](uint64_t address) { return address % kVectorBytes == 0; };
+  return aligned(list.block_bytes) && list.block_bytes / kVectorBytes <= kMostVectors &&
+         std::all_of(list.dst, list.dst + list.arrays, aligned) && std::all_of(list.src, list.src + list.arrays, aligned);
 }
 
+uint64_t Kernels::most_blocks(uint64_t block_bytes) { return kMostVectors / (block_bytes / kVectorBytes); }
+
 void Kernels::copy(const BlockCopies &list, CUstream stream) const {
-  const uint64_t block = list.block_bytes / kVectorBytes, piece = std::min(block, kCopyPieceVectors);
-  BlockCopy job{list.dst, list.src, list.dst_ids, list.src_ids, list.count, block, piece};
-  const uint64_t pieces = list.count * ((block + piece - 1) / piece);
-  const auto blocks = static_cast<unsigned>(std::min<uint64_t>(pieces, processors_ * kBlocksPerProcessor));
+  const uint64_t block = list.block_bytes / kVectorBytes, rounds = (list.arrays * list.count * block + kRoundVectors - 1) / kRoundVectors;
+  BlockCopy job{list.dst, list.src, list.dst_ids, list.src_ids, static_cast<uint32_t>(list.arrays), static_cast<uint32_t>(list.count),
+                static_cast<uint32_t>(block)};
+  const auto blocks = static_cast<unsigned>(std::min<uint64_t>(rounds, processors_ * kBlocksPerProcessor));
   void *arguments[] = {&job};
   check(table().cuLaunchKernel(copy_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY, "cuLaunchKernel");
 }

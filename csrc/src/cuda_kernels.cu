@@ -123,62 +123,94 @@ extern "C" __global__ void __launch_bounds__(kThreads) torpor_sum(const Chunk *c
 
 // ---- blocks --------------------------------------------------------------------------------------------------------------------
 
-// Block dst_ids[i] of dst becomes block src_ids[i] of src. Sizes in vectors of 16 bytes. Blocks are cut into pieces of at most
-// `piece` vectors; every block of threads takes its share of all pieces, so that few large and many small blocks fill the device alike.
+// Block dst_ids[i] of every array of dst becomes block src_ids[i] of the same array of src. Arrays are addresses, a block has `block`
+// vectors of 16 bytes, and all of them together are fewer than 2^32. A vector's number is its place in this order:
+//
+//     | array 0: block ids[0] | block ids[1] | ... | array 1: block ids[0] | ...
+//
+// Threads next to each other have vectors next to each other, whatever the size of a block, and every round of a block of threads is
+// of one size: so small and large, few and many blocks fill the device alike.
 struct BlockCopy {
-  Word2 *dst;
-  const Word2 *src;
-  const u64 *dst_ids, *src_ids;
-  u64 count, block, piece;
-  __device__ u64 per_block() const { return (block + piece - 1) / piece; }
-  __device__ u64 pieces() const { return count * per_block(); }
+  const u64 *dst, *src, *dst_ids, *src_ids;  // in device memory: every thread looks some of them up
+  u32 arrays, count, block;
+  __device__ u32 vectors() const { return arrays * count * block; }
 };
 
-struct PiecePlace {
-  u64 dst, src;
-  u32 size;
+constexpr u32 kDeep = 4;  // loads in flight per thread
+constexpr u32 kRound = kDeep * kThreads;
+constexpr u32 kBlocksPerProcessor = 5;  // of threads; with fewer registers each, some would be spilled
+
+__device__ u32 rounds_of(const BlockCopy &job) { return job.vectors() / kRound + (job.vectors() % kRound != 0); }
+
+// Where a vector is.
+struct Place {
+  u32 array, index, offset;
+
+  __device__ Place(const BlockCopy &job, u32 vector) {
+    const u32 item = vector / job.block;
+    offset = vector % job.block;
+    array = item / job.count;
+    index = item % job.count;
+  }
+  __device__ void advance(const BlockCopy &job, u32 vectors) {
+    offset += vectors;
+    if (offset < job.block) return;
+    index += offset / job.block;
+    offset %= job.block;
+    if (index < job.count) return;
+    array += index / job.count;
+    index %= job.count;
+  }
+  __device__ const Word2 *src(const BlockCopy &job) const { return at(job.src[array], job.src_ids[index], job.block); }
+  __device__ Word2 *dst(const BlockCopy &job) const { return at(job.dst[array], job.dst_ids[index], job.block); }
+  __device__ Word2 *at(u64 array_address, u64 id, u32 block) const {
+    return reinterpret_cast<Word2 *>(array_address) + id * block + offset;
+  }
 };
 
-__device__ PiecePlace place_of(const BlockCopy &job, u64 number) {
-  const u64 index = number / job.per_block(), start = number % job.per_block() * job.piece;
-  const u64 left = job.block - start;
-  return {job.dst_ids[index] * job.block + start, job.src_ids[index] * job.block + start,
-          static_cast<u32>(left < job.piece ? left : job.piece)};
+// A round that lies in one block: one look at the lists, and nothing to check.
+__device__ void copy_whole_round(const BlockCopy &job, const Place &place) {
+  const Word2 *from = place.src(job);
+  Word2 *to = place.dst(job);
+  Word2 words[kDeep];
+#pragma unroll
+  for (u32 k = 0; k < kDeep; ++k) words[k] = load_once(from + k * kThreads);
+#pragma unroll
+  for (u32 k = 0; k < kDeep; ++k) to[k * kThreads] = words[k];
 }
 
-// What thread `thread` of kThreads copies of `count` pieces: 32 threads have one at a time.
-__device__ void thread_copy(const BlockCopy &job, const PiecePlace *places, u32 count, u32 thread) {
-  constexpr u32 kDeep = 8, kWarp = 32;
-  for (u32 which = thread / kWarp; which < count; which += kThreads / kWarp) {
-    const PiecePlace place = places[which];
-    const Word2 *from = job.src + place.src;
-    Word2 *to = job.dst + place.dst;
-    for (u32 first = thread % kWarp; first < place.size; first += kDeep * kWarp) {
-      Word2 words[kDeep];
+__device__ void copy_mixed_round(const BlockCopy &job, Place place, u32 vector) {
+  const u32 all = job.vectors();
+  Word2 words[kDeep];
+  Word2 *to[kDeep];
 #pragma unroll
-      for (u32 k = 0; k < kDeep; ++k) {
-        if (first + k * kWarp < place.size) words[k] = load_once(from + first + k * kWarp);
-      }
+  for (u32 k = 0; k < kDeep; ++k) {
+    if (vector + k * kThreads >= all) break;
+    to[k] = place.dst(job);
+    words[k] = load_once(place.src(job));
+    place.advance(job, kThreads);
+  }
 #pragma unroll
-      for (u32 k = 0; k < kDeep; ++k) {
-        if (first + k * kWarp < place.size) to[first + k * kWarp] = words[k];
-      }
-    }
+  for (u32 k = 0; k < kDeep; ++k) {
+    if (vector + k * kThreads < all) *to[k] = words[k];
+  }
+}
+
+// What thread `thread` of kThreads copies of a round.
+__device__ void thread_copy(const BlockCopy &job, u32 round, u32 thread) {
+  const u32 vector = round * kRound + thread;
+  if (vector >= job.vectors()) return;
+  const Place place(job, vector);
+  if (job.block % kRound == 0) {
+    copy_whole_round(job, place);
+  } else {
+    copy_mixed_round(job, place, vector);
   }
 }
 
 #ifdef __CUDACC__
-extern "C" __global__ void __launch_bounds__(kThreads) torpor_copy_blocks(BlockCopy job) {
-  __shared__ PiecePlace places[kThreads];
-  const u64 all = job.pieces(), share = (all + gridDim.x - 1) / gridDim.x;
-  const u64 end = (blockIdx.x + 1) * share < all ? (blockIdx.x + 1) * share : all;
-  for (u64 first = blockIdx.x * share; first < end; first += kThreads) {
-    const u32 count = end - first < kThreads ? static_cast<u32>(end - first) : kThreads;
-    __syncthreads();
-    if (threadIdx.x < count) places[threadIdx.x] = place_of(job, first + threadIdx.x);
-    __syncthreads();
-    thread_copy(job, places, count, threadIdx.x);
-  }
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) torpor_copy_blocks(BlockCopy job) {
+  for (u32 round = blockIdx.x; round < rounds_of(job); round += gridDim.x) thread_copy(job, round, threadIdx.x);
 }
 #endif
 

@@ -25,6 +25,7 @@ inline constexpr CUresult kOutOfMemory = 2;
 inline constexpr int kAttributeProcessors = 16;
 inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
+inline constexpr int kAttributeHostPageTables = 100;  // the device reads host memory through the processor's page tables
 inline constexpr int kAttributeVmm = 102;
 inline constexpr int kAttributePosixFd = 103;
 inline constexpr int kAttributeRdmaVmm = 110;
@@ -90,6 +91,8 @@ static_assert(sizeof(CUmemAccessDesc) == 12);
   F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle * handle, void *shareable, int type))           \
   F(cuMemHostRegister_v2, (void *at, size_t bytes, unsigned flags))                                               \
   F(cuMemHostUnregister, (void *at))                                                                              \
+  F(cuMemAlloc_v2, (CUdeviceptr * at, size_t bytes))                                                              \
+  F(cuMemFree_v2, (CUdeviceptr at))                                                                               \
   F(cuMemHostAlloc, (void **at, size_t bytes, unsigned flags))                                                    \
   F(cuMemFreeHost, (void *at))                                                                                    \
   F(cuMemcpyHtoDAsync_v2, (CUdeviceptr dst, const void *src, size_t bytes, CUstream stream))                      \

@@ -1,7 +1,6 @@
 #include "device.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <iterator>
 #include <map>
 
@@ -32,13 +31,15 @@ void check_chunk_bytes(uint64_t chunk_bytes) {
   throw Error::invalid("chunk_bytes is " + std::to_string(chunk_bytes) + ": it must be a positive multiple of 8");
 }
 
-// The smallest range that holds every block of `ids`.
-Range block_bounds(Address base, uint64_t block_bytes, const uint64_t *ids, uint64_t n) {
-  const auto [low, high] = std::minmax_element(ids, ids + n);
-  if (*high >= UINT64_MAX / block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
-  const Range range{base + *low * block_bytes, (*high - *low + 1) * block_bytes};
-  check_range("a block range", range.address, range.bytes);
-  return range;
+// Pins, in every array, the smallest range that holds every block of `ids`.
+void pin_blocks(AccessTable::Pins &pins, const Address *arrays, const BlockCopies &blocks, const uint64_t *ids) {
+  const auto [low, high] = std::minmax_element(ids, ids + blocks.count);
+  if (*high >= UINT64_MAX / blocks.block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
+  for (uint64_t array = 0; array < blocks.arrays; ++array) {
+    const Range range{arrays[array] + *low * blocks.block_bytes, (*high - *low + 1) * blocks.block_bytes};
+    check_range("a block range", range.address, range.bytes);
+    pins.add(range);
+  }
 }
 
 // Pins the memory of one side, one stretch of neighbours after the other.
@@ -64,7 +65,7 @@ void pin(AccessTable::Pins &pins, const std::vector<ImageChunk> &chunks) {
   pin_host(pins, chunks);
 }
 
-// Which part of the regions that a wake maps has memory already.
+// Which part of the regions that a wake maps has memory already. Of one thread: nobody waits for it.
 class Dawn {
  public:
   void expect(Range range) { reached_[range.address] = {range.address, range.end()}; }
@@ -74,22 +75,15 @@ class Dawn {
   }
   // A region has memory up to `end`.
   void reach(Address end) {
-    change([&] { std::prev(reached_.lower_bound(end))->second.there = end; });
+    std::prev(reached_.lower_bound(end))->second.there = end;
   }
-  void fail() {
-    change([&] { failed_ = true; });
-  }
-  // False: it will not have memory. What lies outside the regions that are waited for is nobody's business here.
-  bool wait(Range range) {
-    std::unique_lock<std::mutex> guard(mutex_);
+  // What lies outside the regions that are waited for is nobody's business here.
+  bool ready(Range range) const {
     auto next = reached_.upper_bound(range.address);
     if (next != reached_.begin()) --next;
     for (; next != reached_.end() && next->first < range.end(); ++next) {
       const Part &part = next->second;
-      const Address needed = std::min(range.end(), part.end);
-      if (part.end <= range.address) continue;
-      changed_.wait(guard, [&] { return failed_ || part.there >= needed; });
-      if (part.there < needed) return false;
+      if (part.end > range.address && part.there < std::min(range.end(), part.end)) return false;
     }
     return true;
   }
@@ -98,18 +92,7 @@ class Dawn {
   struct Part {
     Address there = 0, end = 0;
   };
-  template <typename Change>
-  void change(const Change &body) {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      body();
-    }
-    changed_.notify_all();
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<Address, Part> reached_;  // by start; its keys stay
-  bool failed_ = false;
+  std::map<Address, Part> reached_;  // by start
 };
 
 std::vector<ImageChunk> checked_chunks(const Images &images) {
@@ -179,14 +162,13 @@ void Device::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t
   driver_->copy(kind, spans, std::max(threads, 1u));
 }
 
-void Device::copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids,
-                         uint64_t n, uint32_t threads) {
-  if (block_bytes == 0) throw Error::invalid("block_bytes is 0");
-  if (n == 0) return;
+void Device::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+  if (blocks.block_bytes == 0) throw Error::invalid("block_bytes is 0");
+  if (blocks.count == 0 || blocks.arrays == 0) return;
   AccessTable::Pins pins(access);
-  pins.add(block_bounds(dst, block_bytes, dst_ids, n));
-  pins.add(block_bounds(src, block_bytes, src_ids, n));
-  driver_->copy_blocks({dst, src, block_bytes, dst_ids, src_ids, n}, std::max(threads, 1u));
+  pin_blocks(pins, blocks.dst, blocks, blocks.dst_ids);
+  pin_blocks(pins, blocks.src, blocks, blocks.src_ids);
+  driver_->copy_blocks(blocks, std::max(threads, 1u));
 }
 
 void Device::hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads) {
@@ -220,16 +202,20 @@ void Device::restore(const Images &images, uint32_t threads) {
   restore_chunks(*driver_, chunks, std::max(threads, 1u), {});
 }
 
-void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads) {
+void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads, const std::function<void()> &mapped) {
   if (driver_->chunk_by_chunk()) {
     map_regions(regions);
+    if (mapped) mapped();
     return restore(images, threads);
   }
   const std::vector<ImageChunk> chunks = checked_chunks(images);
   AccessTable::Pins pins(access);
   Dawn dawn;
+  Beside beside;
   for (Region *region : regions) {
-    if (!region->space.mapped()) dawn.expect(region->space.range());
+    if (region->space.mapped()) continue;
+    dawn.expect(region->space.range());
+    beside.makes += region->space.range().bytes;
   }
   const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
   std::vector<ImageChunk> there;
@@ -237,25 +223,24 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   pin_device(pins, there);
   pin_host(pins, chunks);
   Rising rising(regions);
-  Beside beside;
-  beside.ready = [&](Range range) { return dawn.wait(range); };
-  beside.work = [&] {
-    try {
-      rising.run([&](Range range) { dawn.reach(range.end()); });
-      pin_device(pins, chunks);
-    } catch (...) {
-      dawn.fail();
-      throw;
-    }
+  beside.ready = [&](Range range) { return dawn.ready(range); };
+  beside.work = [&](const std::function<void()> &more) {
+    rising.run([&](Range range) {
+      dawn.reach(range.end());
+      more();
+    });
+    pin_device(pins, chunks);
   };
+  beside.meanwhile = mapped;
   restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
 }
 
 std::vector<tp_span> spans_of(const BlockCopies &blocks) {
   std::vector<tp_span> spans;
-  for (uint64_t i = 0; i < blocks.count; ++i) {
-    const uint64_t bytes = blocks.block_bytes;
-    const tp_span next{blocks.dst + blocks.dst_ids[i] * bytes, blocks.src + blocks.src_ids[i] * bytes, bytes};
+  const uint64_t bytes = blocks.block_bytes;
+  for (uint64_t item = 0; item < blocks.arrays * blocks.count; ++item) {
+    const uint64_t array = item / blocks.count, i = item % blocks.count;
+    const tp_span next{blocks.dst[array] + blocks.dst_ids[i] * bytes, blocks.src[array] + blocks.src_ids[i] * bytes, bytes};
     if (!spans.empty()) {
       tp_span &last = spans.back();
       if (last.dst + last.bytes == next.dst && last.src + last.bytes == next.src) {

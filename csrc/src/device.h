@@ -9,6 +9,7 @@
 // Counters are atomic and read without a lock, so that stats answer while a large map runs.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -38,13 +39,13 @@ class Device {
   void retry_orphans() noexcept;
 
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
-  void copy_blocks(Address dst, Address src, uint64_t block_bytes, const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n,
-                   uint32_t threads);
+  void copy_blocks(const BlockCopies &blocks, uint32_t threads);
   void hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads);
   void save(const Images &images, uint32_t threads);
   void restore(const Images &images, uint32_t threads);
   // Maps the regions and restores the images, most of which lie in them.
-  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads);
+  // mapped: may be empty; called when all regions are, before the copies have ended.
+  void wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads, const std::function<void()> &mapped);
 
   std::mutex structure;
   AccessTable access;

@@ -52,9 +52,10 @@ struct CheckedCopy {
   bool follows = false;  // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
 };
 
-// Block dst_ids[i] of dst becomes block src_ids[i] of src.
+// Block dst_ids[i] of every array of dst becomes block src_ids[i] of the same array of src.
 struct BlockCopies {
-  Address dst = 0, src = 0;
+  const Address *dst = nullptr, *src = nullptr;  // of every array's block 0
+  uint64_t arrays = 0;
   uint64_t block_bytes = 0;
   const uint64_t *dst_ids = nullptr, *src_ids = nullptr;
   uint64_t count = 0;
@@ -62,10 +63,15 @@ struct BlockCopies {
 // Runs of neighbours on both sides become one span.
 std::vector<tp_span> spans_of(const BlockCopies &blocks);
 
-// What goes on beside copies to the device. Either may be empty.
+// What goes on beside copies to the device. Each may be empty.
 struct Beside {
-  std::function<void()> work;        // called once, on the caller's thread; it may make the memory that is copied to
-  std::function<bool(Range)> ready;  // blocks until the range can be written; false: it never will
+  // Called once, on the caller's thread; it may make the memory that is copied to, and calls `more` when there is more of it.
+  std::function<void(const std::function<void()> &more)> work;
+  uint64_t makes = 0;  // bytes of memory
+  // Can the range be written now? Asked inside `more` only; once the work has ended all can.
+  std::function<bool(Range)> ready;
+  // Called once, on the caller's thread, when the work has ended and every copy has been started.
+  std::function<void()> meanwhile;
 };
 
 class Driver {

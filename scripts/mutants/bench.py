@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants.mutant import NATIVE, Mutant
+from mutants.mutant import NATIVE, NATIVE_CUDA, Mutant
 
-COPIED = ("src", "tests", "csrc", "pyproject.toml", "CMakeLists.txt", "README.md")
+COPIED = ("src", "tests", "csrc", "scripts", "benchmarks", "pyproject.toml", "CMakeLists.txt", "README.md")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 LIBRARY = "libtorpor_native.so"
+TARGETS = ("native_tests", "torpor_native", "fake_cuda", "fake_nvrtc")
 TEST_S = 60.0  # a named test takes seconds, also on a busy machine
 BASELINE_S = 420.0
 BUILD_S = 300.0
@@ -175,10 +176,14 @@ class Bench:
             library.write_bytes(plain)
 
     def _build(self) -> Ran:
-        return self._run(["cmake", "--build", "build", "--target", "native_tests", "torpor_native"], BUILD_S)
+        return self._run(["cmake", "--build", "build", "--target", *TARGETS], BUILD_S)
 
     def _native_test(self, killer: str) -> Ran:
-        ran = self._run(["build/tests/native/native_tests", "host", killer.removeprefix(NATIVE)], TEST_S)
+        driver = "cuda" if killer.startswith(NATIVE_CUDA) else "host"
+        stand_in = str(self.folder / "build" / "tests" / "native" / "fake")
+        library_path = {"LD_LIBRARY_PATH": os.pathsep.join((stand_in, stand_in + "_compiler"))}
+        name = killer.rpartition(":")[2]
+        ran = self._run(["build/tests/native/native_tests", driver, name], TEST_S, library_path if driver == "cuda" else None)
         # A test that was skipped has shown nothing.
         return Ran(2, ran.output) if ran.code == 0 and "0 skipped" not in ran.output else ran
 

@@ -188,14 +188,6 @@ MUTANTS = (
         REGISTRY_TESTS + "TestPins::test_p4a_what_goes_a_moment_later_is_waited_for",
     ),
     Mutant(
-        "p2-the-owner-is-told-before-its-grant",
-        "src/torpor/connectors/link.py",
-        "if load.state is not LoadState.DONE:",
-        "if load.state is LoadState.RUNNING and not load.only_tells:",
-        "blocks that nobody reads stay for the whole lease",
-        "tests/stateful/test_stateful_regressions.py::test_p2_an_owner_told_before_it_knows_of_the_hand_off_lets_go_all_the_same",
-    ),
-    Mutant(
         "p5-a-cancelled-load-still-writes",
         "src/torpor/connectors/loads.py",
         "if self._failing or self.state in ENDED:",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
+BYTECODE = "src/torpor/engine/bytecode.py"
 CORE = "src/torpor/engine/core.py"
 EXECUTOR = "src/torpor/engine/executor.py"
 KV_CONNECTOR = "src/torpor/engine/kv_connector.py"
 LIFECYCLE = "src/torpor/engine/lifecycle.py"
+LIFECYCLE_PARTS = "src/torpor/engine/lifecycle_parts.py"
 PLAN = "src/torpor/engine/sleep_plan.py"
 WORKER = "src/torpor/engine/worker.py"
+BYTECODE_TESTS = "tests/unit/test_engine_bytecode.py::"
+PLACEMENT_TESTS = "tests/unit/test_engine_placement.py::"
 ASLEEP_TESTS = "tests/unit/test_engine_asleep.py::"
 CONNECTOR_TESTS = "tests/unit/test_engine_connector.py::"
 SLEEP_TESTS = "tests/unit/test_lifecycle_sleep.py::"
@@ -256,5 +260,45 @@ MUTANTS = (
         "if drain.origin is _S.ASLEEP:",
         "an engine with half its memory serves",
         WAKE_TESTS + "test_m12_an_unmap_that_fails_half_way_counts_as_asleep",
+    ),
+    Mutant(
+        "a-wake-hangs-silently",
+        CORE,
+        "            return self._lifecycle.tells_in_s\n",
+        "            return None\n",
+        "whoever waits for a wake that does not end never learns where it is",
+        ASLEEP_TESTS + "test_an_idle_core_waits_and_a_busy_one_does_not",
+    ),
+    Mutant(
+        "a-hang-is-told-without-its-place",
+        LIFECYCLE_PARTS,
+        "        self._thread = threading.get_ident()\n",
+        "",
+        "the log says that a wake takes long, which everybody knew",
+        PLACEMENT_TESTS + "test_a_wake_that_does_not_end_says_where_it_is",
+    ),
+    Mutant(
+        "a-shutdown-hangs-silently",
+        LIFECYCLE_PARTS,
+        "            self.tell(clock())\n",
+        "            pass\n",
+        "an engine that is shut down in a wake that hangs looks dead",
+        PLACEMENT_TESTS + "test_a_shutdown_that_waits_for_a_wake_says_what_it_waits_for",
+    ),
+    Mutant(
+        "anybodys-bytecode-is-run",
+        BYTECODE,
+        "        if not _is_private(folder):\n",
+        "        if False:\n",
+        "whoever may write to the cache runs code in the engine",
+        BYTECODE_TESTS + "test_a_folder_that_others_may_write_to_is_not_believed",
+    ),
+    Mutant(
+        "installed-bytecode-is-passed-over",
+        BYTECODE,
+        "if sys.pycache_prefix is not None or _has_bytecode(_LARGEST):",
+        "if sys.pycache_prefix is not None:",
+        "the first start compiles everything once more, and the folder grows for nothing",
+        BYTECODE_TESTS + "test_an_installation_that_has_its_own_is_left_alone",
     ),
 )

@@ -9,10 +9,12 @@ GEOMETRY = "src/torpor/connectors/geometry.py"
 LEASES = "src/torpor/connectors/leases.py"
 LINK = "src/torpor/connectors/link.py"
 LOADS = "src/torpor/connectors/loads.py"
+PULLER = "src/torpor/connectors/puller.py"
 SCHEDULER = "src/torpor/connectors/scheduler.py"
 FENCE_TESTS = "tests/unit/test_connectors_fence.py::"
 HOSTILE_TESTS = "tests/unit/test_connectors_hostile.py::"
 PAIR_TESTS = "tests/unit/test_connectors_pair.py::"
+PULLER_TESTS = "tests/unit/test_connectors_puller.py::"
 SCHEDULER_TESTS = "tests/unit/test_connectors_scheduler.py::"
 
 MUTANTS = (
@@ -35,8 +37,8 @@ MUTANTS = (
     Mutant(
         "p3-recheck-after-the-read-removed",
         LINK,
-        "lambda: self._confirm(load, expected))\n            self._confirm(load, expected)\n",
-        "lambda: self._confirm(load, expected))\n",
+        "lambda: self._confirm(load))\n            self._confirm(load)\n",
+        "lambda: self._confirm(load))\n",
         "blocks that were freed and used again during the read are believed",
         PAIR_TESTS + "TestTheCheckAfterTheRead::test_p3_a_lease_that_expires_during_the_read_yields_nothing[ipc]",
     ),
@@ -44,10 +46,50 @@ MUTANTS = (
         "p3-checked-before-the-read",
         LINK,
         "            moved = self._remote.read(request,",
-        "            self._confirm(load, expected)\n            moved = self._remote.read(request,",
+        "            self._confirm(load)\n            moved = self._remote.read(request,",
         "the answer is older than the bytes",
         PAIR_TESTS + "TestTheCheckAfterTheRead::test_p3_a_lease_that_expires_during_the_read_yields_nothing[ipc]",
-        also=(("expected))\n            self._confirm(load, expected)\n", "expected))\n"),),
+        also=(("self._confirm(load))\n            self._confirm(load)\n", "self._confirm(load))\n"),),
+    ),
+    Mutant(
+        "p3-read-before-the-hand-off-has-come",
+        PULLER,
+        "                    return False\n                self._read_over(link, load)\n",
+        "                self._read_over(link, load)\n",
+        "blocks are read before they are written",
+        PAIR_TESTS + "TestReading::test_an_early_reader_waits_for_the_owner_s_worker[ipc]",
+    ),
+    Mutant(
+        "p2-the-owner-is-told-before-its-grant",
+        PULLER,
+        "            if not link.ready(load):\n                return False\n        except TorporError:",
+        "            link.ready(load)\n        except TorporError:",
+        "blocks that nobody reads stay for the whole lease",
+        PULLER_TESTS + "test_what_was_cancelled_while_its_hand_off_was_awaited_is_told_once_it_has_come",
+    ),
+    Mutant(
+        "p5-all-wait-for-a-hand-off-that-does-not-come",
+        PULLER,
+        "                        self._aside.append(Turn(turn.load, now + GRACE_LOOK_S, turn.first))\n",
+        "                        self._queue.appendleft(turn.load)\n",
+        "one forged request holds up all others of that peer",
+        PULLER_TESTS + "test_a_hand_off_that_does_not_come_holds_up_no_other_load",
+    ),
+    Mutant(
+        "p5-a-release-forgets-what-waits-for-its-hand-off",
+        PULLER,
+        "            return [*running, *self._queue, *(turn.load for turn in self._aside)]\n",
+        "            return [*running, *self._queue]\n",
+        "a load never ends, and its request hangs",
+        PULLER_TESTS + "test_a_release_ends_what_waits_for_its_hand_off",
+    ),
+    Mutant(
+        "the-engine-is-not-told-of-a-load",
+        "src/torpor/connectors/reader.py",
+        "            self._counts[state] += 1\n        self._tell()\n",
+        "            self._counts[state] += 1\n",
+        "every load takes as long as the engine naps",
+        PAIR_TESTS + "TestReading::test_the_engine_is_told_when_a_load_has_ended[ipc]",
     ),
     Mutant(
         "p3-fence-not-cleared",

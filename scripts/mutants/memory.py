@@ -200,4 +200,12 @@ MUTANTS = (
         "what the driver would not release once is held for ever",
         WAKE_TESTS + "test_m12_memory_that_the_driver_will_not_release_is_asked_for_again",
     ),
+    Mutant(
+        "memory-extents-of-the-wrong-driver",
+        "src/torpor/memory/config.py",
+        "if by_driver and self.driver != AUTO:",
+        "if by_driver:",
+        "every engine on a GPU sleeps and wakes in pieces of 64 MiB, which take twice as long",
+        "tests/unit/test_memory_pools.py::test_the_size_of_extents_follows_the_driver_that_auto_turns_out_to_be",
+    ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NATIVE = "native:"  # a killer of the native tests: "native:region_guarded_reads_zeros_while_asleep"
+NATIVE_CUDA = NATIVE + "cuda:"  # the same on the cuda driver, over the stand-in for CUDA's own
 
 
 class Outdated(Exception):
@@ -55,7 +56,7 @@ class Mutant:
 
     def _killer_exists(self, repository: Path) -> bool:
         if self.killer.startswith(NATIVE):
-            name = self.killer.removeprefix(NATIVE)
+            name = self.killer.rpartition(":")[2]
             tests = {f"TEST({name})", f"FAULTS({name.removeprefix('fault_')})"}
             sources = [path.read_text(encoding="utf-8") for path in (repository / "tests" / "native").glob("*_test.cpp")]
             return any(test in source for test in tests for source in sources)

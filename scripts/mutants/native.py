@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import NATIVE, Mutant
+from mutants.mutant import NATIVE, NATIVE_CUDA, Mutant
 
 MUTANTS = (
     Mutant(
@@ -81,5 +81,38 @@ MUTANTS = (
         "uint64_t x = word ^ (kK + 0 * index * kG);",
         "chunks whose words changed places look clean (M7)",
         NATIVE + "hash_is_its_definition_at_every_length",
+    ),
+    Mutant(
+        "native-copies-go-on-from-one-region-into-the-next",
+        "csrc/src/chunks.h",
+        "return image == before.image && index == before.index + 1;",
+        "return device() == before.device() + before.bytes && host() == before.host() + before.bytes;",
+        "a wake of pools that lie side by side fails, on a GPU only",
+        NATIVE_CUDA + "chunks_of_regions_that_touch_come_back_in_one_wake",
+    ),
+    Mutant(
+        "native-copied-before-there-is-memory",
+        "csrc/src/device.cpp",
+        "part.there < std::min(range.end(), part.end)) return false;",
+        "part.there > part.end) return false;",
+        "a wake whose regions come to memory one after the other fails",
+        NATIVE_CUDA + "chunks_of_regions_that_touch_come_back_in_one_wake",
+    ),
+    Mutant(
+        "native-the-check-waits-for-a-copy-that-failed",
+        "csrc/src/cuda_save.cpp",
+        "      arrivals.fail();\n",
+        "",
+        "a sleep during which the driver fails never ends",
+        NATIVE_CUDA + "chunks_are_waited_for_by_nobody_when_a_call_of_the_driver_fails",
+        hang=True,
+    ),
+    Mutant(
+        "native-nothing-is-pulled",
+        "csrc/src/cuda_restore.cpp",
+        "if (to_pull_ > span.bytes / 2 && ",
+        "if (to_pull_ < span.bytes / 2 && ",
+        "a wake right after its sleep is a fifth slower than the link",
+        NATIVE_CUDA + "chunks_are_pulled_while_released_memory_is_cleared",
     ),
 )

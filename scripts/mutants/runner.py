@@ -7,7 +7,10 @@ from mutants.mutant import Mutant
 GRAPHS = "src/torpor/engine/graphs.py"
 INPUTS = "src/torpor/engine/inputs.py"
 RUNNER = "src/torpor/engine/runner.py"
+DECODER = "src/torpor/models/fused/decoder.py"
 MERGE = "src/torpor/models/fused/merge.py"
+ATTENTION = "src/torpor/models/attention/base.py"
+FUSED_TESTS = "tests/unit/test_fused_layers.py::"
 GRAPH_TESTS = "tests/unit/test_graph_runner.py::"
 INPUT_TESTS = "tests/unit/test_step_inputs.py::"
 
@@ -51,5 +54,21 @@ MUTANTS = (
         "        if part.data_ptr() == end",
         "a second set of weights lies in no pool, and a reload does not reach it",
         "tests/unit/test_fused_layers.py::test_e1_merged_parameters_lie_together_in_the_pool_and_nowhere_else",
+    ),
+    Mutant(
+        "a-capture-meets-a-kernel-that-is-not-compiled",
+        DECODER,
+        "return tuple(sorted({*first.values(), min(1, len(self._layers) - 1)}))",
+        "return tuple(sorted(first.values()))",
+        "a kernel is compiled in the middle of a capture",
+        FUSED_TESTS + "test_one_layer_of_each_kind_runs_all_kernels",
+    ),
+    Mutant(
+        "keys-are-stored-before-a-load",
+        ATTENTION,
+        "return self.events is None and self.step.stored_elsewhere",
+        "return self.step.stored_elsewhere",
+        "what a connector still loads into a layer overwrites the step's own keys",
+        FUSED_TESTS + "test_keys_are_not_stored_before_a_connector_has_loaded_the_layer",
     ),
 )

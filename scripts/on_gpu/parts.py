@@ -1,74 +1,154 @@
-"""What is run: the GPU tests, the demo, and every ``benchmarks/gpu_*.py``."""
+"""What is run: the GPU tests, a process for each file, both demos, the fault shown, and every ``benchmarks/gpu_*.py``."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS_S = {
-    "tests": 420,
-    "demo": 110,
-    "unfollowed": 60,
-    "sleep": 150,
-    "peers": 90,
-    "engine": 240,
-    "transfer": 60,
-    "attention": 60,
-}
-OTHER_LIMIT_S = 90
-ORDER = ("sleep", "peers", "engine", "transfer", "attention")  # figures that are compared are measured side by side
-ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
-QUICK_SHARE = 0.5
+
+
+class Use(enum.Enum):
+    """What of the machine a part needs."""
+
+    MEASURED = "measured"  # the first GPU to itself, and no other measurement beside it: those share the host's memory
+    ALONE = "alone"  # one GPU to itself
+    SHARED = "shared"  # a GPU that others of this kind use too
+    WHOLE = "whole"  # all GPUs, and nothing beside it
 
 
 @dataclass(frozen=True)
 class Part:
-    """One child process. ``arguments`` follow ``python``; ``benchmark``: the name its figures go by, if it has any."""
+    """One child process. ``arguments`` follow ``python``; ``benchmark``: the name its figures go by, if it has any.
+
+    ``takes_s``: what it was seen to take on an H200 with 32 cores. It is not begun when less is left, and stopped after
+    ``limit_s``.
+    """
 
     name: str
     arguments: tuple[str, ...]
-    limit_s: float
+    takes_s: float
+    use: Use = Use.ALONE
     benchmark: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    patience: float = 1.0
+
+    @property
+    def limit_s(self) -> float:
+        return self.patience * (2 * self.takes_s + 15)
 
 
-def all_parts(out: Path, model: str, *, quick: bool, slow: bool) -> list[Part]:
-    """In the order they run. ``slow``: with the slow tests, without a limit of their own."""
-    marks = "gpu" if slow else "gpu and not slow"
+BENCHMARKS_S = {"engine": 90, "sleep": 105, "peers": 62, "shared_images": 62, "attention": 15, "transfer": 30}
+"""In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
+ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
+WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
+OTHER_S = 60.0  # of a benchmark, or a test file, that is named nowhere here
+QUICK_SHARE = 0.5
+
+ALONE = "alone"
+"""Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
+SHARED_TESTS_S = {
+    "engine": 130,
+    "attention": 75,
+    "connectors": 40,
+    "connectors_sleep": 40,
+    "connectors_late": 30,
+    "memory_faults": 50,
+    "memory": 30,
+    "torch_processes": 20,
+    "torch_pool": 12,
+    "torch_graphs": 10,
+}
+OTHER_TESTS_S = {"demo": 60, "connectors_bytes": 30, "shared_images": 25, "memory_neighbours": 20, "imports": 15, "kit": 15}
+ALL_SLOW_TESTS = {"demo"}  # what it tests is a part by itself
+ALONE_S, TWO_GPUS_S = 50, 20
+PATIENT_MINUTES = 9.0  # with more of them, every part may take longer in proportion
+TEST_THREADS = {"OMP_NUM_THREADS": "2"}  # figures are measured beside them
+
+
+def all_parts(out: Path, model: str, *, quick: bool, slow: bool, gpus: int = 1, minutes: float = PATIENT_MINUTES) -> list[Part]:
+    """In the order they are begun. ``slow``: with the slow tests, which have no limit but ``minutes``."""
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
-    scripts = sorted((ROOT / "benchmarks").glob("gpu_*.py"), key=lambda path: _rank(_short(path)))
-    pytest = ("-m", "pytest", "-m", marks, "tests/gpu", "-q", "--durations", "5", "-p", "no:cacheprovider")
-    model_on_gpu = ("--model", model, "--memory-driver", "cuda")
+    patience = max(1.0, minutes / PATIENT_MINUTES) * (100.0 if slow else 1.0)
+    benchmarks = benchmark_parts(flags)
+    measured = [part for part in benchmarks if part.use is Use.MEASURED]
+    whole = [part for part in benchmarks if part.use is Use.WHOLE]
+    parts = [*whole, *measured, *demo_parts(model, flags), *test_parts(slow, gpus)]
+    share = QUICK_SHARE if quick else 1.0
+    return [_scaled(part, share if part.benchmark else 1.0, patience) for part in parts]
+
+
+def benchmark_parts(flags: tuple[str, ...]) -> list[Part]:
+    names = sorted((path.stem.removeprefix("gpu_") for path in (ROOT / "benchmarks").glob("gpu_*.py")), key=_rank)
     return [
-        Part("tests", pytest, float("inf") if slow else _limit("tests", quick)),
-        *(Part(_short(p), (f"benchmarks/{p.name}", *flags), _limit(_short(p), quick), p.stem) for p in scripts),
-        Part("demo", ("benchmarks/demo.py", *model_on_gpu, *flags), _limit("demo", quick), "demo"),
         Part(
-            "unfollowed",
-            ("-m", "torpor", "demo", "--unfollowed", "--connector", "ipc", *model_on_gpu),
-            _limit("unfollowed", quick),
-        ),
+            name,
+            (f"benchmarks/gpu_{name}.py", *flags),
+            BENCHMARKS_S.get(name, OTHER_S),
+            Use.WHOLE if name in WHOLE_BENCHMARKS else Use.MEASURED,
+            f"gpu_{name}",
+        )
+        for name in names
     ]
 
 
+def demo_parts(model: str, flags: tuple[str, ...]) -> list[Part]:
+    on_gpu = ("--memory-driver", "cuda")
+    benchmark = ("benchmarks/demo.py", "--connectors", "ipc", *on_gpu, *flags)
+    fault = ("-m", "torpor", "demo", "--unfollowed", "--connector", "ipc", "--model", model, *on_gpu)
+    return [
+        Part("demo", (*benchmark, "--model", model), 55, Use.SHARED, "demo", TEST_THREADS),
+        Part("unfollowed", fault, 35, Use.ALONE, environment=TEST_THREADS),
+        Part("demo-8b", (*benchmark, "--model", "random:qwen3-8b", "--name", "demo_8b"), 45, Use.WHOLE, "demo_8b"),
+    ]
+
+
+def test_parts(slow: bool, gpus: int) -> list[Part]:
+    """A process for each file: one that hangs costs that file, and its log shows where."""
+    files = {path.stem.removeprefix("test_gpu_"): path for path in (ROOT / "tests" / "gpu").rglob("test_gpu_*.py")}
+    names = sorted(files if slow else files.keys() - ALL_SLOW_TESTS)
+    shared = [name for name in SHARED_TESTS_S if name in names]
+    others = sorted(set(names) - set(shared), key=lambda name: -OTHER_TESTS_S.get(name, OTHER_S))
+    marks = "gpu" + ("" if slow else " and not slow") + (" and not gpu(count=2)" if gpus > 1 else "")
+    pairs = "gpu(count=2)" + ("" if slow else " and not slow")
+
+    def tests(name: str, marks: str, of: Sequence[str], takes_s: float, use: Use) -> Part:
+        return _tests(name, marks, [files[one].relative_to(ROOT).as_posix() for one in sorted(of)], takes_s, use)
+
+    parts = [
+        *(tests(name, f"{marks} and not {ALONE}", [name], SHARED_TESTS_S[name], Use.SHARED) for name in shared),
+        tests(ALONE, f"{marks} and {ALONE}", shared, ALONE_S, Use.ALONE),
+        *(tests(name, marks, [name], OTHER_TESTS_S.get(name, OTHER_S), Use.ALONE) for name in others),
+    ]
+    return [*parts, *([tests("two-gpus", pairs, names, TWO_GPUS_S, Use.WHOLE)] if gpus > 1 else [])]
+
+
+def _tests(name: str, marks: str, files: Sequence[str], takes_s: float, use: Use) -> Part:
+    pytest = ("-m", "pytest", "-c", "tests/gpu/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider")
+    shown = ("-v", "-rfEs", "--tb", "short", "--durations", "5")
+    return Part(f"tests:{name}", (*pytest, *shown, "-m", marks, *files), takes_s, use, environment=TEST_THREADS)
+
+
+def _scaled(part: Part, share: float, patience: float) -> Part:
+    return Part(part.name, part.arguments, share * part.takes_s, part.use, part.benchmark, part.environment, patience)
+
+
 def chosen(parts: Sequence[Part], only: str) -> list[Part]:
-    """Those named in ``only``, separated by commas; when it is empty, all but those on request. SystemExit for a name of none."""
+    """Those named in ``only``, separated by commas; when it is empty, all but those on request. SystemExit for a name of none.
+
+    ``tests`` are all of ``tests:...``.
+    """
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = [part.name for part in parts]
+    known = {name: None for part in parts for name in (part.name.partition(":")[0], part.name)}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"scripts/gpu: no part is called {', '.join(unknown)}; there are {', '.join(known)}")
-    return [part for part in parts if (part.name in names if names else part.name not in ON_REQUEST)]
-
-
-def _short(path: Path) -> str:
-    return path.stem.removeprefix("gpu_")
+    return [
+        part for part in parts if ({part.name, part.name.partition(":")[0]} & {*names} if names else part.name not in ON_REQUEST)
+    ]
 
 
 def _rank(name: str) -> tuple[int, str]:
-    return (ORDER.index(name) if name in ORDER else len(ORDER), name)
-
-
-def _limit(name: str, quick: bool) -> float:
-    return LIMITS_S.get(name, OTHER_LIMIT_S) * (QUICK_SHARE if quick else 1)
+    order = list(BENCHMARKS_S)
+    return (order.index(name) if name in order else len(order), name)

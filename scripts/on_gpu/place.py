@@ -1,4 +1,4 @@
-"""Where the parts run: an interpreter with all that torpor imports, and the native core."""
+"""Where the parts run: the GPUs, an interpreter with all that torpor imports, and the native core."""
 
 from __future__ import annotations
 
@@ -7,18 +7,44 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from board import SHARE
 from parts import ROOT
 
 SITE = ROOT / "build" / "gpu-site"
+SOFT_TEST_S = 120
+"""A test that takes longer fails; one whose native code hangs ends its process 20 s later, with all stacks."""
+
+MISSING = """
+import importlib.metadata, sys
+def there(name):
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+print(*[name for name in sys.argv[1:] if not there(name)])
+"""
 
 
 @dataclass(frozen=True)
 class Place:
+    """``gpus``: as CUDA_VISIBLE_DEVICES names them. ``share``: how many tests' processes a GPU may have at once."""
+
     python: str
     environment: dict[str, str]
+    gpus: tuple[str, ...] = ("0",)
+    share: int = 1
+    shown: str = ""
+
+    def shows(self, gpus: Sequence[int]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[number] for number in gpus)}
+
+
+class SetUpError(Exception):
+    """With what the failed step printed last, or what to do."""
 
 
 def why_no_gpu() -> str:
@@ -26,26 +52,48 @@ def why_no_gpu() -> str:
     try:
         cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError as error:
-        return f"no NVIDIA driver: {error}"
+        return f"no NVIDIA driver here ({error}); without a GPU there are scripts/test and scripts/demo"
     code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-    return "" if code == 0 and count.value else f"the NVIDIA driver shows no device (CUDA error {code})"
+    if code == 0 and count.value:
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
+    return f"the NVIDIA driver shows no device (CUDA error {code}{hint}); see what nvidia-smi says"
 
 
-class SetUpError(Exception):
-    """With what the failed step printed last."""
+def gpu_names() -> list[str]:
+    """The models of those that CUDA shows."""
+    if why_no_gpu():
+        return []
+    cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    names = []
+    for ordinal in range(count.value):
+        name = ctypes.create_string_buffer(128)
+        cuda.cuDeviceGetName(name, 128, ordinal)
+        names.append(name.value.decode())
+    return names
 
 
-def set_up(system_python: bool, wheels: Path | None) -> Place:
+def visible_gpus(count: int) -> tuple[str, ...]:
+    """The first ``count``, by the names that a child process needs to see them and no others."""
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return tuple(named[:count] if named else map(str, range(count)))
+
+
+def set_up(system_python: bool, wheels: Path | None, most_gpus: int) -> Place:
     """Installs, and builds the native core; nothing is done twice. SetUpError, also where there is no GPU."""
     if reason := why_no_gpu():
         raise SetUpError(reason)
+    if wheels is not None and not system_python:
+        raise SetUpError("--wheels goes with --system-python; without both, scripts/setup makes .venv from a registry")
     site: list[str] = []
     if not system_python:
         step("scripts/setup")
     elif wheels is not None:
         install(wheels)
         site = [str(SITE)]
-    step("scripts/build")
+    python = sys.executable if system_python else str(ROOT / ".venv" / "bin" / "python")
     path = [str(ROOT / "src"), *site, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -53,8 +101,34 @@ def set_up(system_python: bool, wheels: Path | None) -> Place:
         "PYTHONUNBUFFERED": "1",  # a part that is stopped at its limit leaves what it said
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "PYTEST_TIMEOUT": str(SOFT_TEST_S),
     }
-    return Place(sys.executable if system_python else str(ROOT / ".venv" / "bin" / "python"), environment)
+    if missing := missing_packages(python, environment):
+        print(f"gpu: {python} has no {', '.join(missing)}: parts that need them will fail; pip install them, or give --wheels")
+    kit = asked_for_processes(python, environment)  # importing torch for the first time takes longer than the build
+    step("scripts/build")
+    share = SHARE if kit.communicate()[0].strip() == "True" else 1
+    models = gpu_names()
+    gpus = visible_gpus(min(len(models), most_gpus))
+    shown = f"{len(gpus)} x {models[0]}" + ("" if share > 1 else "; tests one by one: NVML does not tell processes apart")
+    return Place(python, environment, gpus, share, shown)
+
+
+def asked_for_processes(python: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Whether tests can share a GPU: each must be able to tell its own memory from its neighbours'."""
+    command = [python, "-c", "import gpu_kit; print(gpu_kit.per_process())"]
+    path = os.pathsep.join([str(ROOT / "tests" / "gpu"), environment["PYTHONPATH"]])
+    return subprocess.Popen(
+        command, env={**environment, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def missing_packages(python: str, environment: dict[str, str]) -> list[str]:
+    """Of those that torpor and the tests depend on."""
+    asked = subprocess.run([sys.executable, "scripts/requirements.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = [line.partition(">")[0].partition("=")[0] for line in asked.stdout.split()]
+    command = [python, "-c", MISSING, "torch", "triton", "pytest", *names]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.split()
 
 
 def install(wheels: Path) -> None:
@@ -82,11 +156,12 @@ def model_for_demo(model: str, system_python: bool) -> str:
 
 
 def whole_model(model: str) -> str:
-    """``model``; where that is a folder with ``NAME.gguf.part*`` files, the file that they make together."""
+    """``model``; for a folder with ``NAME.gguf.part*`` files what they make together, for one with a single ``.gguf`` that."""
     folder = Path(model)
     pieces = sorted(folder.glob("*.gguf.part*")) if folder.is_dir() else []
     if not pieces:
-        return model
+        files = list(folder.glob("*.gguf")) if folder.is_dir() else []
+        return str(files[0]) if len(files) == 1 else model
     joined = ROOT / "build" / pieces[0].name.partition(".part")[0]
     joined.parent.mkdir(exist_ok=True)
     with joined.open("wb") as out:

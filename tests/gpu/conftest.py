@@ -1,11 +1,15 @@
 """Everything here is marked ``gpu`` and skips, at set-up, where no GPU is. ``@pytest.mark.gpu(count=2)`` asks for two.
 
-One command runs them: ``scripts/gpu --only tests``, or ``pytest -m gpu tests/gpu``.
+One command runs them: ``scripts/gpu --only tests``, or ``pytest -m gpu tests/gpu``. ``alone`` marks what compares the memory that
+is free on the whole device: scripts/gpu runs nothing beside it on that GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -20,6 +24,10 @@ SLACK_BYTES = 256 << 20
 """Libraries load kernels and take workspaces on the way: torch takes 92 MiB for its first. What pools have is counted exactly."""
 LEAKED: list[Memory] = []
 """Kept until the end: what their finalizers have to say would fall upon another test."""
+STDERR = pytest.StashKey[int]()
+DEFAULT_TIMEOUT_S = 120.0
+HANG_S = 20.0
+"""Between a test's timeout, which Python code hears, and the end of its process, which native code that hangs needs."""
 LEFTOVERS = ("live_regions", "live_extents", "live_imports", "live_arenas", "mapped_bytes", "condemned_bytes", "committed_bytes")
 
 
@@ -28,11 +36,51 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.gpu)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # the real one: nothing is captured yet
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     counts = [marker.kwargs.get("count", 1) for marker in item.iter_markers("gpu")]
     if reason := gpu_kit.why_not(max(counts, default=1)):
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with _watched(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with _watched(item):  # pytest ends any such watch when a test fails
+        return (yield)
+
+
+@contextlib.contextmanager
+def _watched(item: pytest.Item) -> Iterator[None]:
+    """A hang that no signal reaches ends the process, with the stacks of all threads on standard error."""
+    faulthandler.dump_traceback_later(_timeout_s(item) + HANG_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    """Its mark's, else what pytest-timeout goes by: the environment, then the ini file."""
+    marker = item.get_closest_marker("timeout")
+    given = [*marker.args, *marker.kwargs.values()] if marker else []
+    if not given:
+        with contextlib.suppress(ValueError, KeyError):  # the plugin that knows it is not there
+            given = [os.environ.get("PYTEST_TIMEOUT") or item.config.getini("timeout")]
+    return float(given[0]) if given and given[0] else DEFAULT_TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def worker_of(core: EngineCore) -> Worker:
 
 
 def done(core: EngineCore, ticket: Future[dict[str, Any]]) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while not ticket.done() and time.monotonic() < deadline:
         core.step()
         time.sleep(0.0005)

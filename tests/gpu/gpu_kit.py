@@ -15,6 +15,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from torpor._native import library as native
+from torpor.errors import TorporError
+
 WAIT_S = 60.0
 
 
@@ -54,9 +57,26 @@ def _uuid(cuda: ctypes.CDLL, ordinal: int) -> str:
 
 
 def why_not(count: int = 1) -> str:
-    """Empty when ``count`` GPUs can be used."""
+    """Empty when ``count`` GPUs can be used by torpor and by torch."""
     found = gpus()
-    return found.why_not or (f"needs {count} GPUs, there are {found.count}" if found.count < count else "")
+    few = f"needs {count} GPUs, there are {found.count}" if found.count < count else ""
+    return found.why_not or few or _why_not_native() or _why_not_torch()
+
+
+@functools.cache
+def _why_not_native() -> str:
+    try:
+        native.library()
+    except TorporError as error:
+        return f"the native core is not there: {error}"
+    return ""
+
+
+@functools.cache
+def _why_not_torch() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} cannot use the GPU: is it a build without CUDA?"
 
 
 def device_bytes(pid: int | None = None, ordinal: int = 0) -> int:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
-import torch
 from rich.console import Console
 
 from torpor.demo import DemoConfig, run_demo, run_unfollowed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torpor.engine.graphs import GraphRunner
 from torpor.engine.runner import Runner
 from torpor.engine.worker import Worker
 from torpor.errors import ConfigurationError, DeviceMemoryError
+from torpor.models.fused import vector
+from torpor.models.fused.decoder import Linear
 
 PROMPTS = prompts(9, 5, 14, 3)
 RUNNERS = pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
@@ -130,6 +133,39 @@ def test_sampling_and_logprobs_do_not_depend_on_the_runner(folder: Path, started
     assert [p.logprob for p in ours] == pytest.approx([p.logprob for p in theirs], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("depth", "columns", "normed", "gated", "biased", "dtype"),
+    [
+        (4096, 6144, True, False, False, torch.bfloat16),  # Qwen3-8B
+        (4096, 4096, False, False, False, torch.bfloat16),
+        (4096, 12288, True, True, False, torch.bfloat16),
+        (12288, 4096, False, False, False, torch.bfloat16),
+        (3584, 4608, True, False, True, torch.float16),  # Qwen2-7B
+        (28672, 8192, False, False, False, torch.bfloat16),  # Llama-70B: deeper than any tile
+        (576, 961, True, True, True, torch.float32),  # columns and depth that no tile fits
+    ],
+)
+def test_products_of_one_token_agree_with_float32(
+    depth: int, columns: int, normed: bool, gated: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    torch.manual_seed(depth)
+    rows = columns * (2 if gated else 1)
+    x, norm, residual = drawn(1, depth), drawn(depth), None if gated else drawn(1, columns)
+    linear = Linear(drawn(rows, depth) / depth**0.5, drawn(rows) if biased else None)
+    wide = torch.nn.functional.rms_norm(x.float(), (depth,), norm.float(), 1e-6) if normed else x.float()
+    expected = torch.nn.functional.linear(wide, linear.weight.float(), None if linear.bias is None else linear.bias.float())
+    if residual is None:
+        expected = torch.nn.functional.silu(expected[:, :columns]) * expected[:, columns:]
+    else:
+        expected = expected + residual.float()
+    got = vector.product(x, linear, norm=norm if normed else None, eps=1e-6, residual=residual, gated=gated)
+    most = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}[dtype]
+    assert (got.float() - expected).norm() < most * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_answers_do_not_depend_on_the_batch(tmp_path: Path, started: Callable[..., Worker], dtype: str) -> None:
     """Byte for byte: the log-probabilities of a request alone, and among 63 others that come and go."""
@@ -231,6 +267,7 @@ def test_a_connector_that_follows_layer_by_layer_sees_every_layer_of_every_step(
 # ---- sizes -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_the_kv_cache_takes_what_is_left_and_the_largest_step_still_fits(folder: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     wanted = (total - free) / total + 0.04
@@ -308,18 +345,27 @@ def test_two_engines_on_one_gpu_take_turns(folder: Path, tmp_path: Path) -> None
         second.shutdown()
 
 
-def test_a_hundred_cycles_keep_answers_and_device_bytes(folder: Path, device_bytes: Callable[..., int]) -> None:
+def test_a_hundred_cycles_keep_answers_and_bytes_of_device_and_host(folder: Path, device_bytes: Callable[..., int]) -> None:
     core = gpu_core(folder)
     try:
+        memory = worker_of(core).memory
         expected = answers(core, PROMPTS[:2], 4, "before")
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, int]] = []
         for turn in range(100):
             done(core, core.sleep(SleepRequest(level=1)))
             asleep = device_bytes()
             done(core, core.wake_up())
             assert answers(core, PROMPTS[:2], 4, f"turn {turn}") == expected
-            seen.append((asleep, device_bytes()))
+            seen.append((asleep, device_bytes(), memory.stats().host_committed_bytes))
+            if turn == 9:
+                resident = resident_bytes()
         for kind in zip(*seen[5:], strict=True):
-            assert max(kind) - min(kind) <= 4 << 20, "device bytes, asleep and awake, are flat"
+            assert max(kind) - min(kind) <= 4 << 20, "device bytes, asleep and awake, and those of host images are flat"
+        assert resident_bytes() - resident <= 16 << 20, "and so is the process"
     finally:
         core.shutdown()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

@@ -18,12 +18,6 @@ NBYTES = 256 << 20
 SLACK_BYTES = 8 << 20
 
 
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-
-
 def used_bytes() -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

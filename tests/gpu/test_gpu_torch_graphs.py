@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch_kit import GPU, MIB, closed_memory, free_bytes, in_threads, needs_gpu, noise, sleep
+from torch_kit import GPU, MIB, closed_memory, free_bytes, in_threads, noise, sleep
 
 from torpor.errors import StateError
 from torpor.memory import Memory, MemoryConfig
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -117,6 +117,7 @@ def test_pools_are_entered_and_freed_in_while_another_thread_captures(memory: Me
     del made[:], old[:]
 
 
+@pytest.mark.alone
 def test_graph_memory_lives_with_its_graphs_and_goes_at_close(memory: Memory) -> None:
     before = free_bytes()
     other = Memory(MemoryConfig(driver="cuda"))

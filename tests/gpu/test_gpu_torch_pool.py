@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch_kit import GPU, MIB, closed_memory, free_bytes, in_threads, needs_gpu, noise, sleep
+from torch_kit import GPU, MIB, closed_memory, free_bytes, in_threads, noise, sleep
 
 from torpor.errors import StateError
 from torpor.memory import Content, Memory, MemoryConfig, Pool, Residency
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_the_innermost_pool_counts_and_a_pool_may_be_entered_again(memory: Memor
     assert tags == ["weights", "runtime", "weights", "runtime", "weights", None]
 
 
+@pytest.mark.alone
 def test_m1_m7_addresses_stay_and_content_is_bit_identical_over_sleeps(memory: Memory) -> None:
     pool = memory.pool("weights")
     with pool:
@@ -113,6 +114,7 @@ def test_m7_what_torch_made_is_loaded_through_the_images_and_not_copied_at_the_f
 # ---- what torch gives back -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_segments_are_used_again_and_trim_gives_them_back(memory: Memory) -> None:
     pool = memory.pool("weights")
     before = free_bytes()
@@ -147,6 +149,7 @@ def test_a_sleep_does_not_copy_what_no_tensor_lies_in(memory: Memory) -> None:
     assert torch.equal(kept, noise(40 * MIB))
 
 
+@pytest.mark.alone
 def test_empty_cache_gives_back_what_outlived_its_mempool(memory: Memory) -> None:
     pool = memory.pool("weights")
     with pool:
@@ -198,6 +201,7 @@ def test_what_dies_after_a_sleep_goes_with_the_next(memory: Memory) -> None:
     assert memory.tag_of(kept) == "weights"
 
 
+@pytest.mark.alone
 def test_close_gives_everything_back_at_once_or_with_the_last_tensor(memory: Memory) -> None:
     before = free_bytes()
     other = Memory(MemoryConfig(driver="cuda"))

@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 
-from torch_kit import needs_gpu
+import pytest
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.gpu
 
 
 def start_child(script: str, **environment: str) -> subprocess.Popen[str]:

@@ -13,8 +13,6 @@ import torch
 from torpor.memory import Memory, MemoryConfig
 from torpor.memory.torch_cuda import guests
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")]
-
 MIB = 1 << 20
 GPU = "cuda:0"
 

@@ -1,4 +1,5 @@
 // tp_save and tp_restore: what is copied, what is passed over, and what the flags and hashes say, on every driver.
+#include "fake_cuda.h"
 #include "fixture.h"
 #include "hash.h"
 
@@ -57,8 +58,11 @@ struct World {
   tp_status wake(const std::vector<tp_region *> &regions, uint32_t threads = 2) {
     std::fill(copied.begin(), copied.end(), 0);
     const tp_image one = as_image();
-    return tp_wake(device.handle, regions.data(), regions.size(), &one, 1, kChunk, threads, nullptr);
+    return tp_wake(device.handle, regions.data(), regions.size(), &one, 1, kChunk, threads, &told, this, nullptr);
   }
+  // The regions of a wake are mapped.
+  static void told(void *world) { ++static_cast<World *>(world)->times_told; }
+  int times_told = 0;
   // What the caller does with the answer.
   void believe() {
     for (uint64_t i = 0; i < count; ++i) {
@@ -84,6 +88,12 @@ struct World {
     device.close();
   }
 };
+
+bool kernels_run(const fixture::Device &device) {
+  char text[64] = {};
+  OK(tp_hash_path(device.handle, text, sizeof text, &err));
+  return std::strncmp(text, "kernel", 6) == 0;
+}
 
 }  // namespace
 
@@ -187,6 +197,7 @@ TEST(chunks_come_back_while_memory_is_created) {
   world.saved_now();
   fixture::unmap({world.region, other});
   CHECK_EQ(world.wake({world.region, other}), TP_OK);
+  CHECK_EQ(world.times_told, 1);
   CHECK_EQ(fixture::stats(world.region).mapped + fixture::stats(other).mapped, 2);
   CHECK(world.copied == world.known);
   CHECK(world.device.read(world.address, world.bytes) == world.content);
@@ -211,7 +222,7 @@ TEST(chunks_come_back_after_a_wake_that_failed) {
       const tp_status status = world.wake({world.region, other});
       world.device.clear();
       const int mapped = fixture::stats(world.region).mapped + fixture::stats(other).mapped;
-      if (status != TP_OK && op != TP_OP_COPY && op != TP_OP_HASH) CHECK_EQ(mapped, 0);
+      if (status != TP_OK && op != TP_OP_COPY && op != TP_OP_HASH) CHECK_EQ(mapped + world.times_told, 0);
       fixture::unmap({world.region, other});
       CHECK_EQ(world.wake({world.region, other}), TP_OK);
       CHECK(world.copied == world.known);
@@ -248,35 +259,133 @@ TEST(chunks_of_several_regions_go_in_one_call) {
   world.close();
 }
 
-// Regions and images that are next to each other: what is copied in long stretches waits for each region's memory, and no copy crosses
-// the border of two.
-TEST(chunks_of_regions_that_touch_come_back_in_one_wake) {
-  World world;
-  const uint64_t each = world.device.granule, count = each / kChunk;
-  tp_region *regions[] = {world.device.region(1), world.device.region(1), world.device.region(1)};
+// Three regions and their images, each next to the other where the driver places them so: the stand-in does, and a GPU's.
+struct Neighbours {
+  fixture::Device device;
+  const uint64_t each = 2 * device.granule, count = each / kChunk;
+  tp_region *regions[3] = {device.region(2), device.region(2), device.region(2)};
   tp_arena *arena = nullptr;
-  uint64_t host = 0;
-  OK(tp_arena_create(world.device.handle, 3 * each, &arena, &host, &err));
-  OK(tp_arena_commit(arena, 0, 3 * each, 2, &err));
-  const Bytes content = pattern(3 * each, 21);
-  std::vector<uint8_t> wanted(count, 1), valid(count, 0);
-  std::vector<std::vector<uint64_t>> numbers(9, std::vector<uint64_t>(count, 0));
+  Bytes content = pattern(3 * each, 21);
+  std::vector<uint8_t> wanted = std::vector<uint8_t>(count, 1), valid = std::vector<uint8_t>(count, 0);
+  std::vector<std::vector<uint64_t>> numbers = std::vector<std::vector<uint64_t>>(9, std::vector<uint64_t>(count, 0));
   std::vector<tp_image> images;
-  for (uint64_t i = 0; i < 3; ++i) {
-    const uint64_t at = fixture::stats(regions[i]).address;
-    world.device.write(at, {content.begin() + static_cast<int64_t>(i * each), content.begin() + static_cast<int64_t>((i + 1) * each)});
-    images.push_back({at, host + i * each, each, wanted.data(), valid.data(), numbers[3 * i].data(), numbers[3 * i + 1].data(),
-                      numbers[3 * i + 2].data()});
+
+  Neighbours() {
+    uint64_t host = 0;
+    OK(tp_arena_create(device.handle, 3 * each, &arena, &host, &err));
+    OK(tp_arena_commit(arena, 0, 3 * each, 2, &err));
+    for (uint64_t i = 0; i < 3; ++i) {
+      const uint64_t at = fixture::stats(regions[i]).address;
+      device.write(at, part(i));
+      images.push_back({at, host + i * each, each, wanted.data(), valid.data(), numbers[3 * i].data(), numbers[3 * i + 1].data(),
+                        numbers[3 * i + 2].data()});
+    }
+    if (fake_cuda::pulls() >= 0) CHECK_EQ(fixture::stats(regions[0]).address + 2 * each, fixture::stats(regions[2]).address);
+    CHECK_EQ(save(), TP_OK);
+    sleep();
   }
-  OK(tp_save(world.device.handle, images.data(), 3, kChunk, 2, &err));
-  fixture::unmap({regions[0], regions[1], regions[2]});
-  OK(tp_wake(world.device.handle, regions, 3, images.data(), 3, kChunk, 2, &err));
-  for (uint64_t i = 0; i < 3; ++i) {
-    const Bytes there = world.device.read(fixture::stats(regions[i]).address, each);
-    CHECK(std::memcmp(there.data(), content.data() + i * each, each) == 0);
+  tp_status save() {
+    std::fill(valid.begin(), valid.end(), 0);
+    return tp_save(device.handle, images.data(), 3, kChunk, 2, nullptr);
   }
-  OK(tp_arena_destroy(arena, &err));
-  for (tp_region *region : regions) fixture::destroy(region);
+  Bytes part(uint64_t i) const {
+    const auto start = content.begin() + static_cast<int64_t>(i * each);
+    return {start, start + static_cast<int64_t>(each)};
+  }
+  void sleep() const { fixture::unmap({regions[0], regions[1], regions[2]}); }
+  tp_status wake(std::vector<uint64_t> order) const {
+    std::vector<tp_region *> ordered;
+    for (const uint64_t i : order) ordered.push_back(regions[i]);
+    return tp_wake(device.handle, ordered.data(), 3, images.data(), 3, kChunk, 2, nullptr, nullptr, nullptr);
+  }
+  void check() const {
+    for (uint64_t i = 0; i < 3; ++i) {
+      CHECK(device.read(fixture::stats(regions[i]).address, each) == part(i));
+      CHECK(numbers[3 * i + 1] == numbers[3 * i + 2]);
+    }
+  }
+  void close() {
+    OK(tp_arena_destroy(arena, &err));
+    for (tp_region *region : regions) fixture::destroy(region);
+    device.close();
+  }
+};
+
+// What is copied in long stretches waits for each region's memory, and no copy crosses the border of two.
+TEST(chunks_of_regions_that_touch_come_back_in_one_wake) {
+  Neighbours row;
+  for (const auto &order : {std::vector<uint64_t>{0, 1, 2}, {2, 1, 0}, {1, 2, 0}}) {
+    CHECK_EQ(row.wake(order), TP_OK);
+    row.check();
+    row.sleep();
+  }
+  row.close();
+}
+
+// Whichever call fails, the wake ends, and leaves what the next one needs.
+TEST(chunks_of_regions_that_touch_come_back_after_a_wake_that_failed) {
+  for (const tp_op op : {TP_OP_CREATE, TP_OP_MAP, TP_OP_SET_ACCESS, TP_OP_COPY, TP_OP_HASH}) {
+    Neighbours row;
+    for (uint64_t nth = 1;; ++nth) {
+      row.device.arm(op, nth);
+      const tp_status status = row.wake({0, 1, 2});
+      row.device.clear();
+      if (status == TP_OK) break;
+      CHECK(status == TP_DRIVER || status == TP_DEVICE_MEMORY);
+      row.sleep();
+    }
+    row.sleep();
+    CHECK_EQ(row.wake({0, 1, 2}), TP_OK);
+    row.check();
+    row.close();
+  }
+}
+
+// Below the faults that tests inject is the driver itself: whichever of its calls fails, a wake and a save end and can be repeated.
+TEST(chunks_are_waited_for_by_nobody_when_a_call_of_the_driver_fails) {
+  if (fake_cuda::pulls() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  for (const char *call : {"cuCtxPushCurrent_v2", "cuStreamCreate", "cuStreamSynchronize", "cuStreamWaitEvent", "cuEventCreate",
+                           "cuEventRecord", "cuEventSynchronize", "cuLaunchKernel", "cuMemHostAlloc", "cuMemcpyHtoDAsync_v2",
+                           "cuMemcpyDtoHAsync_v2", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"}) {
+    Neighbours row;
+    bool reached = true;
+    for (int64_t nth = 1; reached; ++nth) {
+      fake_cuda::refuse(call, nth);
+      row.wake({0, 1, 2});
+      reached = fake_cuda::refused();
+      row.sleep();
+    }
+    CHECK_EQ(row.wake({0, 1, 2}), TP_OK);
+    row.check();
+    reached = true;
+    for (int64_t nth = 1; reached; ++nth) {
+      fake_cuda::refuse(call, nth);
+      row.save();
+      reached = fake_cuda::refused();
+    }
+    CHECK_EQ(row.save(), TP_OK);
+    row.check();
+    row.close();
+  }
+}
+
+// Milliseconds after much was released the copy engines are busy with clearing it: a kernel takes part, and the bytes are the same.
+TEST(chunks_are_pulled_while_released_memory_is_cleared) {
+  if (fake_cuda::pulls() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  World world;
+  world.saved_now();
+  fixture::unmap({world.region});
+  CHECK_EQ(world.wake({world.region}), TP_OK);
+  const int64_t before = fake_cuda::pulls();
+  constexpr uint64_t kMuch = uint64_t{4} << 30;  // nothing touches it
+  tp_region *much = nullptr;
+  OK(tp_region_create(world.device.handle, kMuch, kMuch / 4, 0, "much", &much, &err));
+  fixture::unmap({world.region});
+  fixture::destroy(much);
+  CHECK_EQ(world.wake({world.region}), TP_OK);
+  if (kernels_run(world.device)) CHECK(fake_cuda::pulls() > before);
+  CHECK(world.copied == world.known);
+  CHECK(world.device.read(world.address, world.bytes) == world.content);
   world.close();
 }
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <string>
 #include <vector>
 
 #include "cuda_table.h"
@@ -20,7 +21,7 @@ using namespace torpor::cuda;
 
 namespace {
 
-constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400;
+constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400, kRefused = 719;
 constexpr size_t kGranule = size_t{64} << 10;  // real ones have 2 MiB; small keeps the tests fast
 constexpr size_t kTotal = size_t{8} << 30;
 
@@ -41,7 +42,13 @@ std::map<CUmemGenericAllocationHandle, Allocation> allocations;
 std::map<CUdeviceptr, size_t> reservations;
 std::map<CUdeviceptr, Map> maps;
 std::map<CUdeviceptr, size_t> registered;
+struct {
+  std::string call;
+  int64_t left = 0;  // calls until it is refused
+} refusal;
+int64_t pulls = 0;
 std::set<void *> host_buffers;
+std::map<CUdeviceptr, size_t> device_buffers;
 std::set<CUstream> streams;
 std::set<CUevent> events;
 std::set<CUmodule> modules;
@@ -49,10 +56,17 @@ CUmemGenericAllocationHandle next_handle = 1000;
 int primary_retains = 0;
 thread_local int pushed = 0;
 int out_of_order = 0;
+bool buffers_refused = false;
 
 CUresult bad(CUresult result) {
   ++out_of_order;
   return result;
+}
+
+// Does the test want this call to fail?
+bool refuses(const char *call) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return refusal.call == call && refusal.left > 0 && --refusal.left == 0;
 }
 
 size_t used() {
@@ -100,8 +114,13 @@ bool accessible(CUdeviceptr at, size_t bytes) {
   return true;
 }
 
-// A copy may touch several maps of one reservation, not those of two.
-bool in_one_range(CUdeviceptr at, size_t bytes) { return reserved(at, bytes) && accessible(at, bytes); }
+// A copy may touch several maps of one reservation, not those of two, or one buffer.
+bool in_one_range(CUdeviceptr at, size_t bytes) {
+  for (const auto &[start, size] : device_buffers) {
+    if (start <= at && at + bytes <= start + size) return true;
+  }
+  return reserved(at, bytes) && accessible(at, bytes);
+}
 
 CUresult check_context() { return pushed > 0 ? kSuccess : bad(kInvalidContext); }
 void *pointer(CUdeviceptr at) { return reinterpret_cast<void *>(at); }
@@ -109,6 +128,8 @@ using Lock = std::lock_guard<std::mutex>;
 
 }  // namespace
 
+#define MAY_REFUSE \
+  if (refuses(__func__)) return kRefused
 #define FAKE extern "C" __attribute__((visibility("default")))
 
 FAKE CUresult cuInit(unsigned) { return kSuccess; }
@@ -126,6 +147,7 @@ FAKE CUresult cuDeviceGet(CUdevice *device, int ordinal) {
 }
 FAKE CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice) {
   *value = attribute == kAttributeVmm || attribute == kAttributePosixFd || attribute == kAttributeRdmaVmm;
+  if (attribute == kAttributeComputeMajor) *value = 9;  // one of those that clear released memory with their copy engines
   return kSuccess;
 }
 FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) {
@@ -140,6 +162,7 @@ FAKE CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
   return kSuccess;
 }
 FAKE CUresult cuCtxPushCurrent_v2(CUcontext) {
+  MAY_REFUSE;
   ++pushed;
   return kSuccess;
 }
@@ -147,7 +170,10 @@ FAKE CUresult cuCtxPopCurrent_v2(CUcontext *context) {
   *context = reinterpret_cast<CUcontext>(0x1234);
   return --pushed < 0 ? bad(kInvalidContext) : kSuccess;
 }
-FAKE CUresult cuCtxSynchronize() { return check_context(); }
+FAKE CUresult cuCtxSynchronize() {
+  MAY_REFUSE;
+  return check_context();
+}
 FAKE CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
   Lock lock(mutex);
   *free = kTotal - used();
@@ -158,25 +184,51 @@ FAKE CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllo
   *granularity = kGranule;
   return kSuccess;
 }
-// As the driver does, one range next to the other where that is possible: what copies in long stretches meets the borders.
+namespace {
+
+constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+// Addresses that are the fake's for good. As the driver does, it places one range next to the other: what copies in long stretches
+// meets the borders.
+struct Window {
+  static constexpr size_t kBytes = size_t{64} << 30;
+  CUdeviceptr start = 0, next = 0;
+
+  bool holds(CUdeviceptr at) const { return start != 0 && at >= start && at < start + kBytes; }
+  // 0: there is no room.
+  CUdeviceptr place(size_t bytes, size_t align) {
+    if (start == 0) {
+      void *got = mmap(nullptr, kBytes, PROT_NONE, kReserve, -1, 0);
+      if (got == MAP_FAILED) return 0;
+      start = next = reinterpret_cast<CUdeviceptr>(got);
+    }
+    for (int round = 0; round < 2; ++round, next = start) {
+      CUdeviceptr at = (next + align - 1) / align * align;
+      for (auto other = reservations.upper_bound(at); at + bytes <= start + kBytes; other = reservations.upper_bound(at)) {
+        const bool over_before = other != reservations.begin() && std::prev(other)->first + std::prev(other)->second > at;
+        if (!over_before && (other == reservations.end() || other->first >= at + bytes)) return next = at + bytes, at;
+        const auto &in_the_way = over_before ? *std::prev(other) : *other;
+        at = (in_the_way.first + in_the_way.second + align - 1) / align * align;
+      }
+    }
+    return 0;
+  }
+} window;
+
+}  // namespace
+
 FAKE CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdeviceptr, unsigned long long) {
   if (bytes % kGranule != 0) return bad(kInvalid);
   Lock lock(mutex);
-  static CUdeviceptr behind_the_last = 0;
-  constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  const CUdeviceptr wish = (behind_the_last + align - 1) / align * align;
-  void *got = wish == 0 ? MAP_FAILED : mmap(pointer(wish), bytes, PROT_NONE, kReserve | MAP_FIXED_NOREPLACE, -1, 0);
-  if (got != MAP_FAILED) {
-    *at = wish;
-  } else {
-    got = mmap(nullptr, bytes + align, PROT_NONE, kReserve, -1, 0);
+  *at = bytes < Window::kBytes ? window.place(bytes, align) : 0;
+  if (*at == 0) {
+    void *got = mmap(nullptr, bytes + align, PROT_NONE, kReserve, -1, 0);
     if (got == MAP_FAILED) return kOutOfMemory;
     const auto start = reinterpret_cast<CUdeviceptr>(got);
     *at = (start + align - 1) / align * align;
     if (*at > start) munmap(got, *at - start);
     if (start + align > *at) munmap(pointer(*at + bytes), start + align - *at);
   }
-  behind_the_last = *at + bytes;
   reservations[*at] = bytes;
   return kSuccess;
 }
@@ -187,10 +239,11 @@ FAKE CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
   const auto next = maps.lower_bound(at);
   if (next != maps.end() && next->first < at + bytes) return bad(kInvalid);
   reservations.erase(found);
-  munmap(pointer(at), bytes);
+  if (!window.holds(at)) munmap(pointer(at), bytes);  // nothing is mapped in it, so nothing has to be done to the window's
   return kSuccess;
 }
 FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long) {
+  MAY_REFUSE;
   if (bytes == 0 || bytes % kGranule != 0) return bad(kInvalid);
   if (prop->type != kAllocationPinned || prop->location.type != kLocationDevice) return bad(kInvalid);
   Lock lock(mutex);
@@ -202,6 +255,7 @@ FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, co
   return kSuccess;
 }
 FAKE CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = allocations.find(handle);
   if (found == allocations.end() || found->second.released) return bad(kInvalidHandle);
@@ -216,6 +270,7 @@ FAKE CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, 
   return allocations.count(handle) ? kSuccess : bad(kInvalidHandle);
 }
 FAKE CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = allocations.find(handle);
   if (found == allocations.end() || found->second.bytes != bytes || offset != 0 || !reserved(at, bytes)) return bad(kInvalid);
@@ -228,6 +283,7 @@ FAKE CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGeneric
   return kSuccess;
 }
 FAKE CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = exact(at, bytes);
   if (found.empty()) return bad(kNotMapped);
@@ -241,6 +297,7 @@ FAKE CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
   return kSuccess;
 }
 FAKE CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto found = exact(at, bytes);
   if (found.empty() || count != 1) return bad(kNotMapped);
@@ -277,7 +334,21 @@ FAKE CUresult cuMemHostUnregister(void *at) {
   Lock lock(mutex);
   return registered.erase(reinterpret_cast<CUdeviceptr>(at)) == 1 ? check_context() : bad(kInvalid);
 }
+FAKE CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes) {
+  Lock lock(mutex);
+  if (buffers_refused) return kOutOfMemory;
+  *at = reinterpret_cast<CUdeviceptr>(operator new(bytes));
+  device_buffers[*at] = bytes;
+  return check_context();
+}
+FAKE CUresult cuMemFree_v2(CUdeviceptr at) {
+  Lock lock(mutex);
+  if (device_buffers.erase(at) != 1) return bad(kInvalid);
+  operator delete(pointer(at));
+  return check_context();
+}
 FAKE CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned) {
+  MAY_REFUSE;
   *at = operator new(bytes);
   Lock lock(mutex);
   host_buffers.insert(*at);
@@ -317,15 +388,18 @@ CUresult copy(void *dst, const void *src, size_t bytes, CUstream stream, bool ds
 }  // namespace
 
 FAKE CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream) {
+  MAY_REFUSE;
   return copy(pointer(dst), src, bytes, stream, true, false);
 }
 FAKE CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  MAY_REFUSE;
   return copy(dst, pointer(src), bytes, stream, false, true);
 }
 FAKE CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
   return copy(pointer(dst), pointer(src), bytes, stream, true, true);
 }
 FAKE CUresult cuStreamCreate(CUstream *stream, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   *stream = reinterpret_cast<CUstream>(new char);
   streams.insert(*stream);
@@ -338,14 +412,17 @@ FAKE CUresult cuStreamDestroy_v2(CUstream stream) {
   return check_context();
 }
 FAKE CUresult cuStreamSynchronize(CUstream stream) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return streams.count(stream) && events.count(event) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuEventCreate(CUevent *event, unsigned) {
+  MAY_REFUSE;
   Lock lock(mutex);
   *event = reinterpret_cast<CUevent>(new char);
   events.insert(*event);
@@ -358,10 +435,12 @@ FAKE CUresult cuEventDestroy_v2(CUevent event) {
   return kSuccess;
 }
 FAKE CUresult cuEventRecord(CUevent event, CUstream stream) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return events.count(event) && streams.count(stream) ? check_context() : bad(kInvalidHandle);
 }
 FAKE CUresult cuEventSynchronize(CUevent event) {
+  MAY_REFUSE;
   Lock lock(mutex);
   return events.count(event) ? check_context() : bad(kInvalidHandle);
 }
@@ -386,11 +465,17 @@ FAKE CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *na
 }
 FAKE CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                              unsigned, CUstream stream, void **arguments, void **) {
+  MAY_REFUSE;
   {
     Lock lock(mutex);
     if (!streams.count(stream) || gx == 0 || gy != 1 || gz != 1 || by != 1 || bz != 1) return bad(kInvalid);
   }
-  reinterpret_cast<FakeKernel>(function)(gx, bx, arguments);
+  const auto kernel = reinterpret_cast<FakeKernel>(function);
+  kernel(gx, bx, arguments);
+  if (kernel == fake_kernel("torpor_pull")) {
+    Lock lock(mutex);
+    ++pulls;
+  }
   return check_context();
 }
 
@@ -399,11 +484,11 @@ FAKE const char *fake_cuda_left() {
   static thread_local std::string text;
   std::ostringstream out;
   Lock lock(mutex);
-  const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() +
+  const size_t left = allocations.size() + reservations.size() + maps.size() + registered.size() + host_buffers.size() + device_buffers.size() +
                       streams.size() + events.size() + modules.size();
   if (left > 0 || primary_retains != 0 || pushed != 0 || out_of_order != 0) {
     out << allocations.size() << " allocations, " << reservations.size() << " reservations, " << maps.size() << " maps, "
-        << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << streams.size() << " streams, "
+        << registered.size() << " page-locked, " << host_buffers.size() << " buffers, " << device_buffers.size() << " of the device, " << streams.size() << " streams, "
         << events.size() << " events, " << modules.size() << " modules, "
         << primary_retains << " contexts, " << pushed << " pushed, " << out_of_order << " calls out of order";
   }
@@ -411,9 +496,30 @@ FAKE const char *fake_cuda_left() {
   return text.c_str();
 }
 
+FAKE void fake_cuda_refuse(const char *call, int64_t nth) {
+  Lock lock(mutex);
+  refusal.call = call;
+  refusal.left = nth;
+}
+
+FAKE int64_t fake_cuda_calls_to_refusal() {
+  Lock lock(mutex);
+  return refusal.left;
+}
+
+FAKE int64_t fake_cuda_pulls() {
+  Lock lock(mutex);
+  return pulls;
+}
+
 FAKE int64_t fake_cuda_page_locked() {
   Lock lock(mutex);
   int64_t sum = 0;
   for (const auto &[at, bytes] : registered) sum += static_cast<int64_t>(bytes);
   return sum;
+}
+
+FAKE void fake_cuda_refuse_buffers(bool refuse) {
+  Lock lock(mutex);
+  buffers_refused = refuse;
 }

@@ -5,11 +5,22 @@
 
 namespace fake_cuda {
 
+// How often the kernel that reads host memory was launched; -1 where the fake is not loaded.
+int64_t pulls();
+
+// The nth of these calls to the driver fails, and no other. Nothing where the fake is not loaded.
+void refuse(const char *call, int64_t nth);
+// Was that call reached? No refusal is left.
+bool refused();
+
 // Nothing created, mapped, reserved, page-locked or pushed is left, and no call was out of order. Passes where the fake is not
 // loaded.
 void check_nothing_left();
 
 // Bytes page-locked now; -1 where the fake is not loaded.
 int64_t page_locked();
+
+// While true, the device has no memory left for what torpor keeps there for itself.
+void refuse_buffers(bool refuse);
 
 }  // namespace fake_cuda

@@ -18,9 +18,29 @@ void check_nothing_left() {
   if (left != nullptr) CHECK_EQ(std::string(left()), std::string());
 }
 
-int64_t page_locked() {
-  auto *locked = reinterpret_cast<int64_t (*)()>(symbol("fake_cuda_page_locked"));
-  return locked != nullptr ? locked() : -1;
+static int64_t number(const char *name) {
+  auto *function = reinterpret_cast<int64_t (*)()>(symbol(name));
+  return function != nullptr ? function() : -1;
+}
+
+int64_t page_locked() { return number("fake_cuda_page_locked"); }
+int64_t pulls() { return number("fake_cuda_pulls"); }
+
+
+void refuse(const char *call, int64_t nth) {
+  auto *function = reinterpret_cast<void (*)(const char *, int64_t)>(symbol("fake_cuda_refuse"));
+  if (function != nullptr) function(call, nth);
+}
+
+bool refused() {
+  const bool reached = number("fake_cuda_calls_to_refusal") == 0;
+  refuse("", 0);
+  return reached;
+}
+
+void refuse_buffers(bool refuse) {
+  auto *refuse_them = reinterpret_cast<void (*)(bool)>(symbol("fake_cuda_refuse_buffers"));
+  if (refuse_them != nullptr) refuse_them(refuse);
 }
 
 }  // namespace fake_cuda

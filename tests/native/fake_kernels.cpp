@@ -32,12 +32,8 @@ void run_sum(unsigned blocks, unsigned threads, void **arguments) {
 
 void run_copy_blocks(unsigned, unsigned threads, void **arguments) {
   const auto job = argument<BlockCopy>(arguments, 0);
-  const u64 all = job.pieces();
-  for (u64 first = 0; first < all; first += kThreads) {
-    PiecePlace places[kThreads];
-    const u32 count = all - first < kThreads ? static_cast<u32>(all - first) : kThreads;
-    for (u32 i = 0; i < count; ++i) places[i] = place_of(job, first + i);
-    for (unsigned thread = 0; thread < threads; ++thread) thread_copy(job, places, count, thread);
+  for (u32 round = 0; round < rounds_of(job); ++round) {
+    for (unsigned thread = 0; thread < threads; ++thread) thread_copy(job, round, thread);
   }
 }
 

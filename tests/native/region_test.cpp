@@ -6,6 +6,7 @@
 #include <atomic>
 #include <thread>
 
+#include "fake_cuda.h"
 #include "fixture.h"
 
 using fixture::Bytes;
@@ -171,15 +172,56 @@ TEST(copy_of_many_spans_and_blocks) {
   const uint64_t block = 1000, blocks = bytes / block;
   std::vector<uint64_t> src_ids, dst_ids;
   for (uint64_t i = 0; i < blocks; i += 2) src_ids.push_back(i), dst_ids.push_back((i * 7 + 3) % blocks);
-  OK(tp_copy_blocks(device.handle, dst, src, block, dst_ids.data(), src_ids.data(), src_ids.size(), 2, &err));
+  OK(tp_copy_blocks(device.handle, &dst, &src, 1, block, dst_ids.data(), src_ids.data(), src_ids.size(), 2, &err));
   Bytes expected(bytes, 0);
   for (size_t i = 0; i < src_ids.size(); ++i) std::memcpy(&expected[dst_ids[i] * block], &data[src_ids[i] * block], block);
   CHECK(device.read(dst, bytes) == expected);
-  OK(tp_copy_blocks(device.handle, dst, src, block, nullptr, nullptr, 0, 2, &err));
+  OK(tp_copy_blocks(device.handle, &dst, &src, 1, block, nullptr, nullptr, 0, 2, &err));
+  OK(tp_copy_blocks(device.handle, nullptr, nullptr, 0, block, dst_ids.data(), src_ids.data(), 1, 2, &err));
   const uint64_t far = UINT64_MAX / 4;
-  CHECK_STATUS(tp_copy_blocks(device.handle, dst, src, block, &far, &src_ids[0], 1, 2, &err), TP_INVALID);
+  CHECK_STATUS(tp_copy_blocks(device.handle, &dst, &src, 1, block, &far, &src_ids[0], 1, 2, &err), TP_INVALID);
   fixture::destroy(from);
   fixture::destroy(to);
+  device.close();
+}
+
+// Every size of block meets a border of what the kernel copies at once in its own way; so do many lists.
+void copy_arrays_of_blocks(fixture::Device &device, uint64_t block, uint64_t blocks, uint64_t arrays) {
+  const uint64_t bytes = arrays * blocks * block;
+  tp_region *from = device.region(bytes / device.granule + 1), *to = device.region(bytes / device.granule + 1);
+  const uint64_t src = fixture::stats(from).address, dst = fixture::stats(to).address;
+  const Bytes data = pattern(bytes, static_cast<uint32_t>(block));
+  device.write(src, data);
+  device.write(dst, Bytes(bytes, 0));
+  std::vector<uint64_t> src_at, dst_at, src_ids, dst_ids;
+  for (uint64_t a = 0; a < arrays; ++a) src_at.push_back(src + a * blocks * block), dst_at.push_back(dst + (arrays - 1 - a) * blocks * block);
+  for (uint64_t i = 0; i + 1 < blocks; ++i) src_ids.push_back(i), dst_ids.push_back((i * 7 + 3) % blocks);
+  Bytes expected(bytes, 0);
+  for (uint64_t a = 0; a < arrays; ++a) {
+    for (size_t i = 0; i < src_ids.size(); ++i) {
+      std::memcpy(&expected[dst_at[a] - dst + dst_ids[i] * block], &data[src_at[a] - src + src_ids[i] * block], block);
+    }
+  }
+  OK(tp_copy_blocks(device.handle, dst_at.data(), src_at.data(), arrays, block, dst_ids.data(), src_ids.data(), src_ids.size(), 2, &err));
+  CHECK(device.read(dst, bytes) == expected);
+  fixture::destroy(from);
+  fixture::destroy(to);
+}
+
+TEST(copy_of_blocks_of_many_arrays) {
+  fixture::Device device;
+  for (const uint64_t block : {16, 48, 4096, 16384, 16384 + 16, 40960, 65536, 100}) copy_arrays_of_blocks(device, block, 11, 5);
+  copy_arrays_of_blocks(device, 16384, 2, 3);
+  copy_arrays_of_blocks(device, 16, 70001, 2);   // more ids than go with one launch
+  copy_arrays_of_blocks(device, 48, 3, 4099);    // more arrays
+  device.close();
+}
+
+TEST(copy_of_blocks_where_the_device_has_no_memory_for_their_lists) {
+  fixture::Device device;
+  fake_cuda::refuse_buffers(true);
+  copy_arrays_of_blocks(device, 48, 11, 5);
+  fake_cuda::refuse_buffers(false);
   device.close();
 }
 

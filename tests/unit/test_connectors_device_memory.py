@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_pairs import A, B, Pairs
+from connector_pairs import A, B, Pairs, held_read
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,40 +47,24 @@ def pairs(tmp_path: Path) -> Iterator[Pairs]:
 
 # ---- which copies ----------------------------------------------------------------------------------------------------------
 
-SPEC = KVCacheSpec(model_id="m@1", num_layers=3, num_blocks=7, block_size=2, num_kv_heads=1, head_dim=8, dtype="float32")
-places = st.lists(
-    st.builds(Place, st.integers(0, 1), st.integers(0, 40).map(lambda n: n * 32)), min_size=3, max_size=3, unique_by=str
-)
+
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(1, 64), st.integers(1, 2000))
+def test_every_block_of_every_array_is_in_one_call(arrays: int, blocks: int, block_bytes: int, piece_bytes: int) -> None:
+    copied = np.zeros((arrays, blocks), dtype=int)
+    for some_arrays, some_blocks in gather.pieces(arrays, blocks, block_bytes, piece_bytes):
+        part = copied[some_arrays, some_blocks]
+        assert 0 < part.size * block_bytes <= max(piece_bytes, block_bytes)
+        part += 1
+    assert (copied == 1).all()
 
 
-@given(
-    places, places, st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), unique_by=lambda pair: pair[0]), st.integers(1, 50)
-)
-def test_lanes_copy_every_block_of_every_array_once(
-    ours: list[Place], theirs: list[Place], blocks: list[tuple[int, int]], step: int
-) -> None:
-    here = Geometry(SPEC, (1 << 20, 3 << 20), (1 << 16, 1 << 16), tuple(ours))
-    there = Geometry(SPEC, (5 << 20, 7 << 20), (1 << 16, 1 << 16), tuple(theirs))
-    local, remote = (np.array([pair[side] for pair in blocks], dtype=np.uint64) for side in (0, 1))
-    copied = []
-    for lane in gather.lanes(here, there):
-        for dst_ids, src_ids in lane.pieces(local, remote, step):
-            assert len(dst_ids) <= step
-            copied += [
-                (lane.dst + int(d) * SPEC.block_bytes, lane.src + int(s) * SPEC.block_bytes)
-                for d, s in zip(dst_ids, src_ids, strict=True)
-            ]
-    wanted = [
-        (dst + d * SPEC.block_bytes, src + s * SPEC.block_bytes)
-        for dst, src in zip(here.arrays(), there.arrays(), strict=True)
-        for d, s in blocks
-    ]
-    assert sorted(copied) == sorted(wanted)
-
-
-def test_layers_one_after_another_make_one_lane() -> None:
-    ours = Geometry(SPEC, (4096,), (1 << 16,), tuple(Place(0, i * SPEC.layer_bytes) for i in range(3)))
-    assert len(gather.lanes(ours, ours.at([1 << 30]))) == 1
+def test_all_layers_of_a_load_go_in_one_call(pairs: Pairs) -> None:
+    p, d = pairs.pair()
+    with held_read(d) as gate:
+        params = p.prefill("r", A, [1, 2, 3])
+        gate.open()
+        assert d.load("q", A, params, [4, 5, 6]) == "recving"
+    assert (gate.calls, d.has(A, [4, 5, 6])) == (1, True)
 
 
 # ---- the device's own order ------------------------------------------------------------------------------------------------

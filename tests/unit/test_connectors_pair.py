@@ -38,6 +38,16 @@ class TestReading:
         stats = d.worker.stats()
         assert (stats.loads_done, stats.loads_failed, stats.bytes_received) == (1, 0, 3 * 2 * 2 * 256)
 
+    def test_the_engine_is_told_when_a_load_has_ended(self, pairs: Pairs) -> None:
+        p, d = pairs.pair()
+        params = p.prefill("r", A, [5, 1, 3])
+        begun = time.monotonic()
+        d.begin_load("q", A, params, [0, 7, 2])
+        assert d.wait("q", poll_s=WAIT_S) == "recving"
+        d.begin_load("forged", B, params, [0, 7, 2])
+        assert d.wait("forged", poll_s=WAIT_S) == "failed"
+        assert time.monotonic() - begun < WAIT_S
+
     def test_only_what_the_prefix_cache_lacks_is_read(self, pairs: Pairs) -> None:
         p, d = pairs.pair()
         params = p.prefill("r", A, [5, 1, 3])
@@ -85,9 +95,11 @@ class TestReading:
         d.load("warm", A, p.prefill("w", A, [1, 2, 3]), [0, 1, 2])
         step, p.step = p.step, lambda: None  # type: ignore[method-assign,assignment]
         params = p.prefill("r", B, [4, 5, 6])
-        d.begin_load("q", B, params, [4, 5, 6])
-        time.sleep(0.05)
-        assert not any((d.step().recving, d.step().failed))
+        with held_read(d) as gate:
+            d.begin_load("q", B, params, [4, 5, 6])
+            time.sleep(0.05)
+            assert not any((d.step().recving, d.step().failed))
+            assert gate.calls == 0, "a block may be handed off before it is written: what was read by now is nothing"
         step()
         assert d.wait("q") == "recving"
         assert d.has(B, [4, 5, 6])

@@ -11,7 +11,7 @@ import pytest
 
 from torpor.connectors.base import LoadRequest
 from torpor.connectors.loads import Load, LoadState
-from torpor.connectors.puller import Puller
+from torpor.connectors.puller import GRACE_S, Puller
 from torpor.connectors.transport import Target
 from torpor.errors import PeerError, TransportError
 from torpor.kvcache.types import BlockId, Epoch
@@ -25,9 +25,13 @@ class FakeLink:
         self.epoch = epoch
         self.alive = True
         self.told: list[int] = []
+        self.unknown: set[int] = set()  # leases that the owner's worker has not heard of
 
     def __str__(self) -> str:
         return "engine 'P'"
+
+    def ready(self, load: Load) -> bool:
+        return load.lease not in self.unknown
 
     def tell_done(self, load: Load) -> None:
         self.told.append(load.lease)
@@ -83,6 +87,12 @@ class Bench:
         with self._changed:
             assert self._changed.wait_for(lambda: any(n == name for n, _ in self.ended), WAIT_S), f"{name} did not end"
         return next(state for n, state in self.ended if n == name)
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.puller.busy and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert not self.puller.busy
 
 
 @pytest.fixture
@@ -204,12 +214,69 @@ def test_no_link_comes_up_while_we_release(bench: Bench) -> None:
     bench.submit("b")
     assert bench.outcome("b") is LoadState.FAILED
     go.set()
-    deadline = time.monotonic() + WAIT_S
-    while bench.puller.busy and time.monotonic() < deadline:
-        time.sleep(0.002)
+    bench.wait_until_idle()
     assert bench.puller.link is None
     assert not bench.links[0].alive
     bench.puller.admit()
     bench.on_connect = lambda: None
     bench.submit("c")
     assert bench.outcome("c") is LoadState.DONE
+
+
+def test_a_hand_off_that_does_not_come_holds_up_no_other_load(bench: Bench) -> None:
+    """A client made it up, or the owner's worker is slow: the others of that peer are read meanwhile."""
+    bench.submit("first")
+    bench.outcome("first")
+    bench.links[0].unknown = {9}
+    begun = time.monotonic()
+    bench.submit("forged", lease=9)
+    for number in range(5):
+        bench.submit(f"good {number}", lease=2 + number)
+    assert {bench.outcome(f"good {number}") for number in range(5)} == {LoadState.DONE}
+    assert time.monotonic() - begun < GRACE_S / 2
+    assert bench.puller.busy
+    assert bench.outcome("forged") is LoadState.FAILED
+    assert GRACE_S <= time.monotonic() - begun < GRACE_S + 1
+    assert 9 not in bench.links[0].told
+
+
+def test_a_hand_off_that_comes_late_is_read_then(bench: Bench) -> None:
+    bench.submit("first")
+    bench.outcome("first")
+    bench.links[0].unknown = {9}
+    bench.submit("early", lease=9)
+    bench.submit("good")
+    assert bench.outcome("good") is LoadState.DONE
+    assert ("early", LoadState.DONE) not in bench.ended
+    bench.links[0].unknown = set()
+    assert bench.outcome("early") is LoadState.DONE
+    assert bench.links[0].told == [1, 1, 9]
+
+
+def test_what_was_cancelled_while_its_hand_off_was_awaited_is_told_once_it_has_come(bench: Bench) -> None:
+    bench.submit("first")
+    bench.outcome("first")
+    link = bench.links[0]
+    link.unknown = {9}
+    bench.submit("early", lease=9)
+    bench.puller.cancel("early")
+    assert bench.outcome("early") is LoadState.FAILED
+    bench.submit("good")
+    assert bench.outcome("good") is LoadState.DONE
+    assert link.told == [1, 1]
+    link.unknown = set()
+    bench.wait_until_idle()
+    assert link.told == [1, 1, 9]
+
+
+def test_a_release_ends_what_waits_for_its_hand_off(bench: Bench) -> None:
+    bench.submit("first")
+    bench.outcome("first")
+    bench.links[0].unknown = {9}
+    bench.submit("early", lease=9)
+    bench.submit("good")
+    bench.outcome("good")
+    assert bench.puller.release(1.0)
+    assert bench.outcome("early") is LoadState.FAILED
+    bench.wait_until_idle()
+    assert (len(bench.links), bench.links[0].told) == (1, [1, 1])

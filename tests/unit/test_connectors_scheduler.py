@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from torpor.connectors.base import token_digest
 from torpor.connectors.config import ConnectorConfig
-from torpor.connectors.params import token_digest
 from torpor.connectors.scheduler import PullScheduler
 from torpor.errors import RequestError
 from torpor.kvcache.types import BlockId
@@ -69,7 +69,7 @@ class TestHandOff:
         side.request_finished(request({"do_remote_decode": True}), blocks(5, 6, 7), 10)
         (told,) = side.build_connector_meta().hand_offs
         assert (told.request_id, told.block_ids, told.num_tokens, told.lease) == ("q", [5, 6, 7], 10, 1)
-        assert told.digest == token_digest(PROMPT, 10)
+        assert told.digest == token_digest(PROMPT[:10])
         assert not side.build_connector_meta()
 
     def test_every_one_has_a_lease_of_its_own(self) -> None:
@@ -117,7 +117,7 @@ class TestLoad:
         side = make()
         side.update_state_after_alloc(request(handed), blocks(0, 2), 5)
         (load,) = side.build_connector_meta().loads
-        assert (load.first_block, load.local_block_ids, load.digest) == (1, [0, 2], token_digest(PROMPT, 10))
+        assert (load.first_block, load.local_block_ids, load.digest) == (1, [0, 2], token_digest(PROMPT[:10]))
 
     def test_a_prompt_that_is_cached_here_lets_the_peer_go(self, handed: dict[str, Any]) -> None:
         side = make()

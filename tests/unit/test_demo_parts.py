@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torpor.demo.pair import served_name
-from torpor.demo.random_model import save_random_model
+from torpor.demo.random_model import save_random_8b, save_random_model
 from torpor.demo.run import DemoConfig
 from torpor.models import ModelConfig, resolve_model
 
@@ -33,3 +33,22 @@ def test_each_engine_takes_a_gpu_where_there_are_two(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert DemoConfig(memory_driver=driver).pair("ipc").devices == devices
+
+
+def test_the_large_model_has_a_word_for_each_token_and_needs_no_weights(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = save_random_8b(tmp_path / "large")
+    model = resolve_model(ModelConfig(source=str(folder), load_format="random"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.checkpoint is None
+    assert len(tokenizer) == model.hf_config.vocab_size == 151936
+    assert tokenizer.decode([72, 105, 300, 151935]) == "Hi w300 w151935"
+    assert tokenizer("Hi").input_ids == [72, 105]
+    assert model.eos_token_ids == (tokenizer.eos_token_id,)
+
+
+def test_the_large_model_runs_in_bf16_with_answers_that_do_not_depend_on_the_batch() -> None:
+    pair = DemoConfig(model="random:qwen3-8b", large=True).pair("ipc")
+    assert pair.dtype == "bfloat16"
+    assert "--deterministic" in pair.flags

@@ -10,6 +10,7 @@ from engine_driver import Driver, reference
 from torpor.connectors.base import Finished
 from torpor.engine.base import EngineState
 from torpor.engine.config import SleepConfig
+from torpor.engine.lifecycle_parts import TELL_S
 from torpor.errors import AsleepError, BugError, DeviceError, DeviceMemoryError, EngineDeadError, RequestError
 from torpor.request import FinishReason
 from torpor.scheduler import SchedulerOutput
@@ -240,7 +241,8 @@ def test_an_idle_core_waits_and_a_busy_one_does_not() -> None:
     assert engine.core.wait_s() == 0
     engine.sleep(level=1, mode="keep")
     engine.step()
-    assert (engine.state, engine.core.wait_s()) == (EngineState.SLEEPING, None), "the end of the transaction wakes the loop"
+    assert engine.state is EngineState.SLEEPING
+    assert engine.core.wait_s() == TELL_S, "the end of the transaction wakes the loop, and else nothing but what it has to tell"
     engine.settle()
     assert engine.core.wait_s() is None
     engine.woken()

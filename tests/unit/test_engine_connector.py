@@ -8,10 +8,11 @@ import pytest
 from engine_driver import Driver
 
 from torpor.engine.base import EngineState
-from torpor.engine.config import SleepConfig
+from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.kv_connector import subscribe
 from torpor.errors import ConnectorError
-from torpor.testing.engine import FakeConnector, FakeConnectorWorker, FixedConnector
+from torpor.models.config import ModelConfig
+from torpor.testing.engine import FakeConnector, FakeConnectorWorker, FakeWorker, FixedConnector, fake_core
 
 POOLS_ONLY = SleepConfig(enable_pools=True)
 
@@ -38,6 +39,17 @@ def test_e1_the_connector_s_buffer_survives_a_sleep(engine: Driver) -> None:
     buffer.fill_(7.0)
     engine.slept(level=1)
     assert buffer.min() == buffer.max() == 7.0
+
+
+def test_a_load_that_has_ended_wakes_the_engine_s_loop() -> None:
+    """Without it every load would take as long as the loop naps between two looks at the connector."""
+    worker, woken = FakeWorker(), []
+    config = EngineConfig(model=ModelConfig(source="fake"), sleep=SleepConfig(enable_sleep_mode=True))
+    core = fake_core(config, worker, connector=FakeConnector, on_ready=lambda: woken.append(True))
+    assert isinstance(worker.connector, FakeConnectorWorker)
+    worker.connector.tell()
+    assert woken == [True]
+    core.shutdown()
 
 
 def test_e4_a_connector_that_cannot_follow_is_refused_at_start_up() -> None:

@@ -3,6 +3,7 @@ runner's own, before and after a sleep of level 1 and 2."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,7 +15,8 @@ import torch
 from engine_models import save_model, tiny_engine
 
 from torpor.connectors.config import ConnectorConfig
-from torpor.engine.base import SleepRequest
+from torpor.engine import lifecycle_parts
+from torpor.engine.base import EngineState, SleepRequest
 from torpor.engine.core import EngineCore
 from torpor.engine.executor import UniprocExecutor
 from torpor.engine.startup import start_core
@@ -150,3 +152,56 @@ def test_a_source_that_changed_while_the_engine_slept_is_found(folder: Path, tmp
 def test_a_start_up_that_fails_gives_everything_back(folder: Path) -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         start_core(tiny_engine(folder, num_blocks=0))
+
+
+def test_a_wake_that_does_not_end_says_where_it_is(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Again and again, until it ends after all; the loop steps for it and goes on answering."""
+    monkeypatch.setattr(lifecycle_parts, "TELL_S", 0.05)
+    done(core, core.sleep(SleepRequest(level=1)))
+    goes_on, told = threading.Event(), []
+
+    def the_hook_that_hangs() -> None:
+        assert goes_on.wait(30)
+
+    unregister = worker_of(core).memory.register_tag_hooks("kv_cache", after_map=the_hook_that_hangs)
+    try:
+        ticket, deadline = core.wake_up(), time.monotonic() + 20
+        while len(told) < 3 and time.monotonic() < deadline:
+            core.step()
+            time.sleep(min(core.wait_s() or 0.0, 0.05))
+            told = [record.getMessage() for record in caplog.records if "not ended yet" in record.getMessage()]
+        assert len(told) >= 3
+        assert not ticket.done()
+        assert core.state is EngineState.WAKING
+        goes_on.set()
+        assert done(core, ticket)["state"] == "awake"
+    finally:
+        goes_on.set()
+        unregister()
+    assert all(text.startswith("waking for ") for text in told)
+    assert all(
+        "memory.memory.wake > " in text and text.index("memory.hooks.") < text.index("the_hook_that_hangs") for text in told
+    )
+    core.step()
+    assert core.wait_s() is None, "nothing is left to tell"
+
+
+def test_a_shutdown_that_waits_for_a_wake_says_what_it_waits_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle_parts, "TELL_S", 0.05)
+    core = start_core(tiny_engine(folder))
+    done(core, core.sleep(SleepRequest(level=1)))
+    goes_on = threading.Event()
+
+    def the_hook_that_hangs() -> None:
+        assert goes_on.wait(30)
+
+    worker_of(core).memory.register_tag_hooks("kv_cache", after_map=the_hook_that_hangs)
+    core.wake_up()
+    threading.Timer(0.5, goes_on.set).start()
+    core.shutdown()
+    assert goes_on.is_set()
+    assert any("the_hook_that_hangs" in record.getMessage() for record in caplog.records)

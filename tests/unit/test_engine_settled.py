@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 
+import pytest
+
+from torpor.engine import collector
+
 CODE = """if True:
     import gc, json, sys
-    from torpor.engine import process
+    from torpor.engine import process, startup
     seen = []
-    core = process.settled(lambda **callbacks: seen.append((callbacks, gc.isenabled(), "torch" in sys.modules)) or "core")
+
+    def factory(**callbacks):
+        startup.import_model_libraries()
+        seen.append((callbacks, gc.isenabled(), "torch" in sys.modules))
+        return "core"
+
+    core = process.settled(factory)
     made = core(progress=1, on_state=2, on_ready=3)
     print(json.dumps([made, seen, gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()), gc.get_threshold()]))
 """
@@ -25,3 +36,14 @@ def test_what_was_loaded_is_not_looked_at_again() -> None:
     assert frozen > 100_000
     assert watched < 1_000
     assert thresholds[0] > 10_000, "the objects of one step set off a collection"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_pause_of_the_collector_ends_as_it_began(on: bool) -> None:
+    (gc.enable if on else gc.disable)()
+    try:
+        with collector.paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()

@@ -46,6 +46,7 @@ def filled(figures: dict[str, Any], template: str) -> str:
         ("{tokens_per_s}", "11,230"),
         ("`{command}`", "`python benchmarks/gpu_sleep.py`"),
         ("{rows h200:gpu_sleep by size}", "|  | s |\n| --- | ---: |\n| 8 GiB | 0.0613 (0.0600-0.0704) |"),
+        ("{if sleep_s}{sleep_s|ms} ms\n{if h200:gpu_nap.nap_s}{h200:gpu_nap.nap_s} s\n{if nap_s}{nap_s} s\nend", "61.3 ms\nend"),
         ("{goals h200}", "|  | measured | goal | reached |\n| --- | ---: | ---: | ---: |\n| wake | 0.3 s | 0.4 s | yes |"),
     ],
 )

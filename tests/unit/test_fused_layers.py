@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torpor.engine.worker import Worker
 from torpor.errors import ConfigurationError
 from torpor.memory import Memory, MemoryConfig
 from torpor.models import ModelConfig, load_model, resolve_model
+from torpor.models.attention import StepContext
 from torpor.models.fused import ops
 
 PROMPTS = prompts(9, 5, 14)
@@ -75,6 +77,22 @@ def test_e2_weights_that_are_read_again_are_the_fused_layers_too(tmp_path: Path,
     worker.reset_runtime()
     worker.memory.mark_valid("kv_cache")
     assert answers(worker) == before
+
+
+def test_one_layer_of_each_kind_runs_all_kernels(tmp_path: Path, started: Callable[..., Worker]) -> None:
+    """What is compiled before a capture: the first norm is alone in the first layer only, and a window is another plan."""
+    save_tiny(tmp_path, "qwen3", num_hidden_layers=4, sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    fused = started(tmp_path, fused_layers="on").model.fused
+    assert fused is not None
+    assert [layer.attention.sliding_window for layer in fused._layers] == [None, None, 8, 8]
+    assert fused.kinds == (0, 1, 2)
+
+
+def test_keys_are_not_stored_before_a_connector_has_loaded_the_layer() -> None:
+    step = SimpleNamespace(stored_elsewhere=True)
+    batch: Any = None
+    assert StepContext(batch=batch, step=step, kv_caches=()).stored_elsewhere  # type: ignore[arg-type]
+    assert not StepContext(batch=batch, step=step, kv_caches=(), events=object()).stored_elsewhere  # type: ignore[arg-type]
 
 
 def test_other_layers_stay_as_transformers_computes_them(tmp_path: Path, started: Callable[..., Worker]) -> None:

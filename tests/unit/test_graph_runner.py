@@ -38,8 +38,8 @@ class Calls:
 
     def __init__(self, pool: Pool) -> None: ...
 
-    def capture(self, run: Callable[[], None]) -> Call:
-        run()
+    def capture(self, run: Callable[[], None], prepare: Callable[[], None]) -> Call:
+        prepare()
         return Call(run)
 
 

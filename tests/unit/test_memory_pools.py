@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import subprocess
@@ -311,6 +312,17 @@ def test_bad_configuration_names_the_setting() -> None:
         assert caught.value.fields == {"setting": setting, "value": value}
     with pytest.raises(ConfigurationError, match="nosuch"):
         Memory(MemoryConfig(driver="nosuch"))
+
+
+def test_the_size_of_extents_follows_the_driver_that_auto_turns_out_to_be() -> None:
+    """A GPU takes twice as long over the small ones that suit a processor."""
+    sizes = {driver: MemoryConfig(driver=driver).extent_bytes for driver in ("host", "cuda")}
+    assert sizes == {"host": 64 * MIB, "cuda": 512 * MIB}
+    for driver, size in sizes.items():
+        assert dataclasses.replace(MemoryConfig(), driver=driver).extent_bytes == size
+        assert dataclasses.replace(MemoryConfig(extent_bytes=2 * MIB), driver=driver).extent_bytes == 2 * MIB
+    with Memory(MemoryConfig()) as memory:
+        assert memory.config.extent_bytes == sizes[memory.config.driver]
 
 
 def test_a_bad_shape_is_refused(memory: Memory) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torpor._native import Device, Op
-from torpor.errors import DeviceError, DeviceMemoryError
+from torpor.errors import DeviceError, DeviceMemoryError, HookError
 from torpor.memory import Memory, MemoryConfig, Residency
 from torpor.memory.shared import Shared
 from torpor.testing.driver import Fault, nothing_leaks
@@ -94,3 +94,75 @@ def test_where_memory_may_be_short_all_is_asked_for_at_once(
     assert "create_map" in memory.wake().phases_s
     assert int(weights.min()) == 7
     assert kv.numel()
+
+
+class Follower:
+    """A hook that notes what it saw."""
+
+    def __init__(self, memory: Memory, weights: torch.Tensor, tag: str) -> None:
+        self.seen: list[str] = []
+        self._memory, self._weights, self._tag = memory, weights, tag
+        self.fails = False
+        memory.register_tag_hooks(tag, before_unmap=self.let_go, after_map=self.come_back, name=f"follower of {tag}")
+
+    def let_go(self) -> None:
+        self.seen.append("let go")
+
+    def come_back(self) -> None:
+        of = {t.tag: t.residency for t in self._memory.stats().tags}
+        assert of[self._tag] is Residency.RESIDENT
+        self.seen.append("back, with content" if int(self._weights.min()) == 7 else "back")
+        if self.fails:
+            raise RuntimeError("no registration to be had")
+
+
+def test_m3_hooks_of_pages_without_content_come_back_before_the_copies_have_ended(memory: Memory) -> None:
+    weights, kv = asleep(memory)
+    early, late = Follower(memory, weights, "kv_cache"), Follower(memory, weights, "weights")
+    report = memory.wake()
+    assert (early.seen, late.seen) == (["back"], ["back, with content"])
+    assert report.phases_s["hooks_beside_copies"] > 0
+    assert kv.numel()
+
+
+@pytest.mark.parametrize("op", [Op.COPY, Op.HASH])
+def test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail(memory: Memory, device: Device, op: Op) -> None:
+    weights, kv = asleep(memory)
+    early, late = Follower(memory, weights, "kv_cache"), Follower(memory, weights, "weights")
+    with Fault(device, op, 1), pytest.raises(DeviceError):
+        memory.wake()
+    assert all_asleep(memory)
+    assert (early.seen, late.seen) == (["back", "let go"], [])
+    memory.wake()
+    assert (early.seen[2:], late.seen) == (["back"], ["back, with content"])
+    assert int(weights.min()) == 7
+    assert kv.numel()
+
+
+def test_m3_a_hook_that_fails_beside_the_copies_is_reported_and_tried_again(memory: Memory) -> None:
+    weights, kv = asleep(memory)
+    early = Follower(memory, weights, "kv_cache")
+    early.fails = True
+    with pytest.raises(HookError, match="follower of kv_cache") as caught:
+        memory.wake()
+    assert caught.value.fields["report"].tags
+    assert int(weights.min()) == 7
+    early.fails = False
+    memory.wake()
+    assert early.seen == ["back", "back, with content"]
+    assert kv.numel()
+
+
+def test_m5_a_wake_that_is_interrupted_inside_a_hook_leaves_all_asleep(memory: Memory) -> None:
+    weights, _kv = asleep(memory)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    unregister = memory.register_tag_hooks("kv_cache", after_map=interrupt, name="impatient")
+    with pytest.raises(KeyboardInterrupt):
+        memory.wake()
+    assert all_asleep(memory)
+    unregister()
+    memory.wake()
+    assert int(weights.min()) == 7

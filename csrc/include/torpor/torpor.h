@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 3
+#define TP_ABI_VERSION 4
 
 typedef enum tp_status {
   TP_OK = 0,
@@ -143,9 +143,9 @@ typedef struct tp_span {
  * caller's own work on that memory must have ended. TP_STATE, with nothing copied, when a span touches memory of this device that is
  * asleep or not committed; unmap and its like wait for copies and hashes in progress. A copy that fails may have copied a part. */
 tp_status tp_copy(tp_device *device, tp_copy_kind kind, const tp_span *spans, uint64_t n, uint32_t threads, tp_error *err);
-/* dst[dst_ids[i]] = src[src_ids[i]] for blocks of block_bytes. */
-tp_status tp_copy_blocks(tp_device *device, uint64_t dst, uint64_t src, uint64_t block_bytes, const uint64_t *dst_ids,
-                         const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err);
+/* In every one of `arrays` arrays, dst[dst_ids[i]] = src[src_ids[i]] for blocks of block_bytes. dst and src: an address per array. */
+tp_status tp_copy_blocks(tp_device *device, const uint64_t *dst, const uint64_t *src, uint64_t arrays, uint64_t block_bytes,
+                         const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err);
 /* One 64-bit hash per chunk of chunk_bytes (the last may be shorter) of memory that lies where `on_host` says. The same bytes
  * have the same hash on every driver and on the host. chunk_bytes: a multiple of 8. Not cryptographic; defined in src/hash.h. */
 tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes, uint64_t chunk_bytes, int32_t on_host, uint64_t *out,
@@ -174,10 +174,12 @@ tp_status tp_save(tp_device *device, const tp_image *images, uint64_t n, uint64_
 /* Copies the images' chunks to the device; checked[i] is the hash of what is read there afterwards. */
 tp_status tp_restore(tp_device *device, const tp_image *images, uint64_t n, uint64_t chunk_bytes, uint32_t threads, tp_error *err);
 /* tp_regions_map and tp_restore in one. On `cuda` both go on at once: what has memory is copied to while the rest gets it, in the order
- * of the regions. A failure to create or map leaves every region as it was; after another failure they may be mapped, and their content
- * is undefined: tp_regions_unmap them. */
+ * of the regions. `mapped`, where it is given, is called once, on the caller's thread, when all regions are mapped and all copies have
+ * been started; they go on meanwhile. A failure to create or map leaves every region as it was, and `mapped` uncalled; after another
+ * failure they may be mapped, and their content is undefined: tp_regions_unmap them. */
+typedef void (*tp_mapped)(void *context);
 tp_status tp_wake(tp_device *device, tp_region *const *regions, uint64_t n, const tp_image *images, uint64_t m, uint64_t chunk_bytes,
-                  uint32_t threads, tp_error *err);
+                  uint32_t threads, tp_mapped mapped, void *context, tp_error *err);
 
 /* ---- host arenas --------------------------------------------------------------------------------------------------------- */
 /* Address space for host images; costs no memory until committed. */

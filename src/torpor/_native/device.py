@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torpor.errors import ConfigurationError, TorporError
 
-from .library import TpDeviceStats, TpImage, call
+from .library import MAPPED, TpDeviceStats, TpImage, call
 from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
@@ -126,19 +126,26 @@ class Device(Owned):
 
     def copy_blocks(
         self,
-        dst: int,
-        src: int,
+        dst: int | Sequence[int] | Uint64Array,
+        src: int | Sequence[int] | Uint64Array,
         block_bytes: int,
         dst_ids: Sequence[int] | Uint64Array,
         src_ids: Sequence[int] | Uint64Array,
         threads: int = 1,
     ) -> None:
-        """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`."""
-        to, source = _uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)
-        if to.shape != source.shape:
-            raise ConfigurationError(f"{to.size} destination blocks, but {source.size} source blocks")
-        sizes = (unsigned("block_bytes", block_bytes), to.ctypes.data, source.ctypes.data, to.size)
-        call("tp_copy_blocks", self.handle, dst, src, *sizes, threads)
+        """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`.
+
+        ``dst`` and ``src``: the address of block 0, or those of several arrays, all of whose blocks are copied. One call of a
+        few microseconds for all of them; arrays of uint64 are taken as they are.
+        """
+        arrays = [_uint64(name, [at] if isinstance(at, int) else at) for name, at in (("dst", dst), ("src", src))]
+        ids = [_uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)]
+        for (to, source), what in ((arrays, "arrays"), (ids, "blocks")):
+            if to.shape != source.shape:
+                raise ConfigurationError(f"{to.size} destination {what}, but {source.size} source {what}")
+        pointers = [array.ctypes.data for array in (*arrays, *ids)]
+        sizes = arrays[0].size, unsigned("block_bytes", block_bytes)
+        call("tp_copy_blocks", self.handle, *pointers[:2], *sizes, *pointers[2:], ids[0].size, threads)
 
     def hash_chunks(self, address: int, nbytes: int, chunk_bytes: int, *, on_host: bool = False, threads: int = 1) -> Uint64Array:
         """One hash per chunk, the last may be shorter. The same bytes have the same hash on every driver and on the host.
@@ -173,15 +180,24 @@ class Device(Owned):
         table = _image_table(images, chunk_bytes)
         call("tp_restore", self.handle, table, len(table), chunk_bytes, threads)
 
-    def wake(self, regions: Sequence[Region], images: Sequence[ChunkImage], chunk_bytes: int, threads: int = 1) -> None:
+    def wake(
+        self,
+        regions: Sequence[Region],
+        images: Sequence[ChunkImage],
+        chunk_bytes: int,
+        threads: int = 1,
+        mapped: Callable[[], None] | None = None,
+    ) -> None:
         """:meth:`map` and :meth:`restore_chunks` in one. On ``cuda`` both go on at once: what has memory is copied to while the
-        rest gets it, in the order of the regions.
+        rest gets it, in the order of the regions. ``mapped`` is called once, on this thread, when all regions are mapped, while
+        the copies go on; what it raises leaves here when they have ended.
 
-        A failure to create or map leaves every region as it was. After another failure they may be mapped, their content
-        undefined: :meth:`unmap` them.
+        A failure to create or map leaves every region as it was, and ``mapped`` uncalled. After another failure they may be
+        mapped, their content undefined: :meth:`unmap` them.
         """
-        table = _image_table(images, chunk_bytes)
-        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads)
+        table, told = _image_table(images, chunk_bytes), _Told(mapped)
+        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads, told.pointer, None)
+        told.raise_what_was_raised()
 
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
@@ -229,6 +245,26 @@ class Device(Owned):
         return f"<Device {self.driver}{' closed' if self.closed else ''}>"
 
 
+class _Told:
+    """A function for the library to call. ctypes drops what it raises, so it is kept."""
+
+    def __init__(self, function: Callable[[], None] | None) -> None:
+        self._function = function
+        self._raised: BaseException | None = None
+        self.pointer = MAPPED(self._run) if function is not None else MAPPED()
+
+    def _run(self, _context: object) -> None:
+        assert self._function is not None
+        try:
+            self._function()
+        except BaseException as error:
+            self._raised = error
+
+    def raise_what_was_raised(self) -> None:
+        if self._raised is not None:
+            raise self._raised
+
+
 def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array[TpImage]:
     """The library reads and writes one element per chunk of every array."""
     table = (TpImage * len(images))()
@@ -249,6 +285,8 @@ def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _uint64(name: str, values: Sequence[Any] | Uint64Array) -> Uint64Array:
+    if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values) if len(values) else np.empty(0, dtype=np.uint64)
     if array.dtype.kind not in "iu" or (array.dtype.kind == "i" and array.size and int(array.min()) < 0):
         raise ConfigurationError(f"{name} must be 64-bit unsigned numbers", setting=name)

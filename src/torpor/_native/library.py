@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)
@@ -88,6 +88,8 @@ class TpTorchRefusal(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("last", TpError))
 
 
+MAPPED = ctypes.CFUNCTYPE(None, c_void_p)
+
 _U64P = POINTER(c_uint64)
 _HANDLE = c_void_p
 _HANDLE_OUT = POINTER(c_void_p)
@@ -112,12 +114,12 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_import_open": (_HANDLE, POINTER(c_int32), _U64P, c_uint64, c_int32, _HANDLE_OUT, _U64P),
     "tp_import_close": (_HANDLE,),
     "tp_copy": (_HANDLE, c_int32, c_void_p, c_uint64, c_uint32),
-    "tp_copy_blocks": (_HANDLE, c_uint64, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
+    "tp_copy_blocks": (_HANDLE, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
     "tp_hash_path": (_HANDLE, c_char_p, c_uint64),
     "tp_save": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
     "tp_restore": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
-    "tp_wake": (_HANDLE, _HANDLE_OUT, c_uint64, POINTER(TpImage), c_uint64, c_uint64, c_uint32),
+    "tp_wake": (_HANDLE, _HANDLE_OUT, c_uint64, POINTER(TpImage), c_uint64, c_uint64, c_uint32, MAPPED, c_void_p),
     "tp_arena_create": (_HANDLE, c_uint64, _HANDLE_OUT, _U64P),
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),

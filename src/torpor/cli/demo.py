@@ -29,7 +29,10 @@ def demo(
     cycles: Annotated[int, typer.Option(help="Sleeps of each kind at level 1.", min=1)] = _DEFAULT.cycles,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = _DEFAULT.max_tokens,
     model: Annotated[
-        str, typer.Option(help="A folder, a .gguf file, builtin:smollm2-135m, or random: a small one, made on the spot.")
+        str,
+        typer.Option(
+            help="A folder, a .gguf file, builtin:smollm2-135m, random: a small one, made on the spot, or random:qwen3-8b."
+        ),
     ] = _DEFAULT.model,
     memory_driver: Annotated[
         str, typer.Option(help="Where the engines' memory is, as for serve. With two GPUs each engine takes one.")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import hashlib
 import hmac
 import mmap
 import os
@@ -54,11 +55,28 @@ def commitment(
     key: bytes, epoch: Epoch, lease: int, request_id: str, num_tokens: int, block_ids: Sequence[int], digest: bytes
 ) -> int:
     """64 bits, never 0. ``digest`` is of the tokens: the KV of another prompt does not match either."""
+    return sealed(key, told_digest(epoch, lease, request_id, num_tokens, block_ids, digest))
+
+
+def told_digest(epoch: Epoch, lease: int, request_id: str, num_tokens: int, block_ids: Sequence[int], digest: bytes) -> bytes:
+    """Of what a commitment is to, without the key."""
     told = msgspec.msgpack.encode((str(epoch), lease, request_id, num_tokens, list(block_ids), digest))
+    return hashlib.sha256(told).digest()
+
+
+def sealed(key: bytes, told: bytes) -> int:
     return int.from_bytes(hmac.digest(key, told, "sha256")[:8], "little") or 1
 
 
 def judge(header: Sequence[int], word: int, epoch: Epoch, lease: int, expected: int) -> Verdict:
+    verdict = heard(header, epoch, lease)
+    if verdict is not Verdict.VALID:
+        return verdict
+    return Verdict.VALID if word == expected else Verdict.LEASE_OVER
+
+
+def heard(header: Sequence[int], epoch: Epoch, lease: int) -> Verdict:
+    """VALID: the owner's worker has heard of a lease of that number, in its present epoch. Whose it is only the word tells."""
     if header[0] != MAGIC:
         return Verdict.NO_FENCE
     if header[_BOOT] != int(epoch.boot, 16):
@@ -67,9 +85,7 @@ def judge(header: Sequence[int], word: int, epoch: Epoch, lease: int, expected: 
         return Verdict.RELEASED
     if header[_COUNTER] != epoch.counter:
         return Verdict.OTHER_EPOCH
-    if word == expected:
-        return Verdict.VALID
-    return Verdict.NOT_YET if lease > header[_APPLIED] else Verdict.LEASE_OVER
+    return Verdict.VALID if lease <= header[_APPLIED] else Verdict.NOT_YET
 
 
 def fence_bytes(slots: int) -> int:

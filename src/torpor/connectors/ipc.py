@@ -1,5 +1,5 @@
 """``ipc``: peers on one host. The descriptors of the KV cache's extents travel over a Unix socket, the reader maps them
-read-only and copies blocks with the device's own copy engine. Nothing is copied by the owner. Device memory may be another
+read-only and has the device copy blocks out of them. Nothing is copied by the owner. Device memory may be another
 device's than the reader's: it is then read over NVLink or PCIe.
 
 A reader's mapping keeps the owner's pages whatever the owner does with its own. So the owner never unmaps while one is left, and
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = {"host": 8 << 20, "cuda": 256 << 20}  # between two looks at whether to go on: some 10 ms, and 1 ms
+PIECE_BYTES = {"host": 8 << 20, "cuda": 1 << 30}  # between two looks at whether to go on: some 10 ms, and 3 over NVLink
 PATHS = {"host": "shared memory of one host", "cuda": "device memory of one host, mapped here"}
 
 
@@ -148,25 +148,23 @@ class IpcRemote(RemoteMemory):
         self, memory: Memory, ours: Geometry, theirs: Geometry, imports: list[Import], fence: FenceView, who: str
     ) -> None:
         self._memory = memory
-        self._ours = ours
-        self._lanes = gather.lanes(ours, theirs)
+        self._block_bytes = ours.spec.block_bytes
+        self._dst, self._src = (np.array(side.arrays(), dtype=np.uint64) for side in (ours, theirs))
         self._imports = imports
         self._fence = fence
         self._who = who
 
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
-        device, block_bytes = self._memory.device, self._ours.spec.block_bytes
-        step = max(1, PIECE_BYTES[device.driver] // block_bytes)
-        local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.uint64)
-        for lane in self._lanes:
-            for here, there in lane.pieces(local, remote, step):
-                if request.stop():
-                    raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
-                if time.monotonic() > request.deadline:
-                    raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
-                with request.writing():
-                    device.copy_blocks(lane.dst, lane.src, block_bytes, here, there)
-        return len(local) * block_bytes * len(self._ours.arrays())
+        device, block_bytes = self._memory.device, self._block_bytes
+        local, remote = np.asarray(request.local, dtype=np.uint64), np.asarray(request.remote, dtype=np.uint64)
+        for arrays, blocks in gather.pieces(len(self._dst), len(local), block_bytes, PIECE_BYTES[device.driver]):
+            if request.stop():
+                raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
+            if time.monotonic() > request.deadline:
+                raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
+            with request.writing():
+                device.copy_blocks(self._dst[arrays], self._src[arrays], block_bytes, local[blocks], remote[blocks])
+        return len(local) * block_bytes * len(self._dst)
 
     def look(self, lease: int) -> tuple[Sequence[int], int]:
         return self._fence.look(lease)

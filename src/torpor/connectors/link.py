@@ -10,19 +10,17 @@ import time
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel, close_descriptors
 from torpor.connectors.descriptors import make_room
-from torpor.connectors.fence import Verdict, judge
+from torpor.connectors.fence import Verdict, heard, judge
 from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
-from torpor.connectors.loads import Load, LoadState
+from torpor.connectors.loads import Load
 from torpor.connectors.options import Options
 from torpor.connectors.transport import BlockRead, RemoteMemory, Target, Transport
-from torpor.errors import HandshakeError, PeerError, StaleEpochError, TorporError
+from torpor.errors import HandshakeError, PeerError, StaleEpochError
 from torpor.kvcache.types import Epoch
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
-GRACE_POLL_S = 0.005
 JOIN_S = 5.0
 DROP_NAPS_S = (0.01, 0.05, 0.2, 0.5, 1.0)  # between attempts to drop an import that the driver does not let go
 
@@ -52,10 +50,21 @@ class Link:
     def alive(self) -> bool:
         return not self._stopping.is_set()
 
+    def ready(self, load: Load) -> bool:
+        """Whether the owner's worker has heard of the hand-off: its blocks are written before. False: look again soon. Whether
+        the hand-off is this load's is said after the read. StaleEpochError, PeerError, TransportError."""
+        with self._using:
+            self._check_alive()
+            verdict = heard(self._remote.look(load.lease)[0], self.epoch, load.lease)
+        if verdict is Verdict.NOT_YET:
+            return False
+        self._check(verdict, load)
+        return True
+
     def read(self, load: Load, ours: Geometry, timeout_s: float) -> None:
-        """Fetches the blocks of a load and proves them right (P3). PeerError, StaleEpochError, TransportError, LoadCancelled."""
+        """Fetches the blocks of a load that is ``ready`` and proves them right (P3). PeerError, StaleEpochError, TransportError,
+        LoadCancelled."""
         load.check_against(ours, self.theirs, str(self))
-        expected = load.expected_word(self._key)
         with self._using:
             self._check_alive()
             request = BlockRead(
@@ -65,19 +74,15 @@ class Link:
                 stop=self._stopping.is_set,
                 deadline=time.monotonic() + timeout_s,
             )
-            moved = self._remote.read(request, lambda: self._confirm(load, expected))
-            self._confirm(load, expected)
+            moved = self._remote.read(request, lambda: self._confirm(load))
+            self._confirm(load)
         self.bytes += moved
         self.reads += 1
 
     def tell_done(self, load: Load) -> None:
-        """The owner may let go. A client can be here before the owner's worker has the hand-off; told of a lease that it does not
-        know yet, it would keep the blocks until the lease expires. So a load that has not seen its lease waits for it first."""
+        """The owner may let go. Told of a lease that it does not know yet, it would keep the blocks until the lease expires: so
+        only of one that was ``ready``."""
         word = load.expected_word(self._key)
-        if load.state is not LoadState.DONE:
-            with contextlib.suppress(TorporError), self._using:
-                self._check_alive()
-                self._confirm(load, word)
         with contextlib.suppress(PeerError):
             self._channel.send(wire.ReadDone(lease=load.lease, commitment=word.to_bytes(8, "big")))
 
@@ -108,17 +113,14 @@ class Link:
         if self._stopping.is_set():
             raise PeerError(f"{self} has withdrawn its KV cache or is gone", peer=str(self))
 
-    def _confirm(self, load: Load, expected: int) -> None:
-        """What was read before this call is right: the owner still had that epoch mapped and that lease open."""
-        started = time.monotonic()
-        while True:
-            verdict = judge(*self._remote.look(load.lease), self.epoch, load.lease, expected)
-            if verdict is Verdict.VALID:
-                return
-            if verdict is not Verdict.NOT_YET or time.monotonic() - started > GRACE_S:
-                break
-            self._check_alive()
-            time.sleep(GRACE_POLL_S)
+    def _confirm(self, load: Load) -> None:
+        """What was read before this call is right: the owner still had that epoch mapped and that lease open, for this load."""
+        expected = load.expected_word(self._key)  # before the look: the look is what counts, and is the later the better
+        self._check(judge(*self._remote.look(load.lease), self.epoch, load.lease, expected), load)
+
+    def _check(self, verdict: Verdict, load: Load) -> None:
+        if verdict is Verdict.VALID:
+            return
         if verdict in (Verdict.RELEASED, Verdict.OTHER_EPOCH):
             raise StaleEpochError(
                 f"{self} has released the memory that was read (epoch {self.epoch}: {verdict.value})",

@@ -21,11 +21,12 @@ class Mover:
     """Loads go before saves: a request waits for them. Methods may be called from any thread; only ``wait_idle`` and ``close``
     block."""
 
-    def __init__(self, store: Store, settle: Callable[[], None]) -> None:
+    def __init__(self, store: Store, settle: Callable[[], None], tell: Callable[[], None]) -> None:
         """``settle`` blocks until the device has done what it was asked to: what is saved is written then, and no step that was
-        only begun uses the blocks that a load fills."""
+        only begun uses the blocks that a load fills. ``tell`` is called when a load has ended."""
         self._store = store
         self._settle = settle
+        self._tell = tell
         self._changed = threading.Condition()
         self._loads: deque[Fetch] = deque()
         self._saves: deque[Save] = deque()
@@ -129,6 +130,7 @@ class Mover:
             try:
                 if isinstance(task, Fetch):
                     self._fetch(task)
+                    self._tell()
                 else:
                     self._keep(task)
             finally:

@@ -104,7 +104,7 @@ class NixlRemote(RemoteMemory):
 
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
         station = self._live_station()
-        local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.int64)
+        local, remote = np.asarray(request.local, dtype=np.uint64), np.asarray(request.remote, dtype=np.int64)
         for start in range(0, len(local), station.slots):
             if request.stop():
                 raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)

@@ -3,8 +3,6 @@ vLLM's names, and under ``torpor`` what makes them safe to believe."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -74,7 +72,3 @@ def build(metadata: dict[str, Any], *, request_id: str, block_ids: Sequence[int]
         "tp_size": 1,
         "torpor": {"epoch": metadata["epoch"], "lease": lease},
     }
-
-
-def token_digest(token_ids: Sequence[int], num_tokens: int) -> bytes:
-    return hashlib.sha256(array("q", token_ids[:num_tokens]).tobytes()).digest()

@@ -1,13 +1,20 @@
 """One thread per peer that we read from: it connects when there is something to read, and reads one load after the other, so a
-slow or dead peer holds up its own loads only."""
+slow or dead peer holds up its own loads only.
+
+A client can be here before the owner's worker has the hand-off. Such a load is put aside and looked at now and then, while others
+are read; one whose hand-off never comes - a forged one - costs them nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from torpor.connectors.link import Link
 from torpor.connectors.loads import Load, LoadState
@@ -17,6 +24,17 @@ from torpor.errors import PeerError, StaleEpochError, TorporError, TransportErro
 logger = logging.getLogger(__name__)
 
 JOIN_S = 5.0
+GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
+GRACE_LOOK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A load whose turn it is, or will be."""
+
+    load: Load
+    at: float
+    first: float  # when its hand-off was looked for first
 
 
 class Puller:
@@ -35,8 +53,11 @@ class Puller:
         self._connect = connect
         self._read = read
         self._ended = ended
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # wakes a thread in two thirds of the time that a Condition takes
+        self._waiting = False  # for the bell
         self._queue: deque[Load] = deque()
+        self._aside: list[Turn] = []  # their hand-offs have not come yet
         self._running: Load | None = None
         self._link: Link | None = None
         self._undropped: list[Link] = []  # closed, but their import could not be dropped
@@ -52,15 +73,15 @@ class Puller:
 
     @property
     def busy(self) -> bool:
-        with self._wake:
-            return bool(self._queue) or self._running is not None
+        with self._lock:
+            return bool(self._queue or self._aside) or self._running is not None
 
     def submit(self, load: Load) -> None:
-        with self._wake:
+        with self._lock:
             refused = self._closed or not self._admits
             if not refused:
                 self._queue.append(load)
-                self._wake.notify_all()
+                self._ring()
         if refused:
             self._end(load, LoadState.FAILED, "this engine releases its KV cache")
 
@@ -72,15 +93,16 @@ class Puller:
 
     def stop(self) -> None:
         """Ends all loads: nothing writes for them any more. No link comes up until ``admit``."""
-        with self._wake:
+        with self._lock:
             self._admits = False
             link = self._link
         if link is not None:
             link.stop()
         for load in self._pending():
             self._end(load, LoadState.FAILED, "this engine releases its KV cache")
-        with self._wake:
+        with self._lock:
             self._queue.clear()
+            self._aside.clear()
 
     def release(self, timeout_s: float) -> bool:
         """``stop``, and the import is dropped. False when a read did not end in time, or the driver refused."""
@@ -88,43 +110,70 @@ class Puller:
         return self._drop_link(timeout_s)
 
     def admit(self) -> None:
-        with self._wake:
+        with self._lock:
             self._admits = True
 
     def close(self, timeout_s: float) -> None:
         """Idempotent."""
         self.release(timeout_s)
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify_all()
+            self._ring()
         self._thread.join(max(timeout_s, JOIN_S))
 
     def _pending(self) -> list[Load]:
-        with self._wake:
-            return [*([self._running] if self._running is not None else []), *self._queue]
+        with self._lock:
+            running = [self._running] if self._running is not None else []
+            return [*running, *self._queue, *(turn.load for turn in self._aside)]
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._closed:
-                    self._wake.wait()
-                if self._closed:
-                    return
-                self._running = self._queue.popleft()
+        while (turn := self._next()) is not None:
+            done = True
             try:
-                if self._running.start():
-                    self._work_on(self._running)
-                else:
-                    self._tell_cancelled(self._running)
+                done = self._work_on(turn.load, last=time.monotonic() - turn.first >= GRACE_S)
             finally:
-                with self._wake:
+                with self._lock:
                     self._running = None
-                    self.idle_since = time.monotonic()
+                    self.idle_since = now = time.monotonic()
+                    if not done and self._admits:
+                        self._aside.append(Turn(turn.load, now + GRACE_LOOK_S, turn.first))
 
-    def _work_on(self, load: Load) -> None:
+    def _next(self) -> Turn | None:
+        """Waits for the next turn. None: closed."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    return None
+                now = time.monotonic()
+                soonest = min(self._aside, key=lambda turn: turn.at, default=None)
+                if soonest is not None and soonest.at <= now:
+                    self._aside.remove(soonest)
+                    self._running = soonest.load
+                    return soonest
+                if self._queue:
+                    self._running = self._queue.popleft()
+                    return Turn(self._running, now, now)
+                self._waiting = True
+            with contextlib.suppress(Empty):
+                self._bell.get(timeout=None if soonest is None else soonest.at - now)
+
+    def _ring(self) -> None:
+        """With the lock. Once for every wait: what comes while the thread works is seen without."""
+        if self._waiting:
+            self._waiting = False
+            self._bell.put(None)
+
+    def _work_on(self, load: Load, last: bool) -> bool:
+        """False: its hand-off has not come yet. ``last``: then it will not come any more."""
+        if not load.start():
+            return self._tell_ended(load) or last
         try:
             link = self._link_for(load)
             try:
+                if not link.ready(load):
+                    if last:
+                        raise PeerError(f"{link} has handed off nothing under lease {load.lease}", peer=self.target.engine_id)
+                    return False
                 self._read_over(link, load)
             except (StaleEpochError, TransportError):
                 # The import is of no use any more, or the way to the peer is broken: the next load gets a new one.
@@ -136,6 +185,7 @@ class Puller:
             logger.exception("reading the KV of request %s", load.request_id)
             self._drop_link()
             self._end(load, LoadState.FAILED, f"{type(error).__name__}: {error}")
+        return True
 
     def _read_over(self, link: Link, load: Load) -> None:
         try:
@@ -145,11 +195,18 @@ class Puller:
         finally:
             link.tell_done(load)
 
-    def _tell_cancelled(self, load: Load) -> None:
-        """It ended in the queue: the owner need not keep its blocks."""
+    def _tell_ended(self, load: Load) -> bool:
+        """It was cancelled while it waited: the owner need not keep its blocks. False: the owner does not know of them yet."""
         link = self.link
-        if link is not None and link.epoch == load.epoch:
-            link.tell_done(load)
+        if link is None or link.epoch != load.epoch:
+            return True
+        try:
+            if not link.ready(load):
+                return False
+        except TorporError:
+            return True
+        link.tell_done(load)
+        return True
 
     def _link_for(self, load: Load) -> Link:
         """The link of the load's epoch. Only equality means anything (P1): with any other epoch there is one new handshake, and
@@ -174,7 +231,7 @@ class Puller:
             # Whoever waits behind would only wait for the same answer.
             self._fail_queued(f"{type(error).__name__}: {error}")
             raise
-        with self._wake:
+        with self._lock:
             if self._admits and not self._closed:
                 self._link = link
                 return link
@@ -183,19 +240,20 @@ class Puller:
         raise PeerError("this engine releases its KV cache", peer=self.target.engine_id)
 
     def _fail_queued(self, reason: str) -> None:
-        with self._wake:
-            queued = list(self._queue)
+        with self._lock:
+            queued = [*self._queue, *(turn.load for turn in self._aside)]
             self._queue.clear()
+            self._aside.clear()
         for load in queued:
             self._end(load, LoadState.FAILED, reason)
 
     def _drop_link(self, timeout_s: float = JOIN_S) -> bool:
         """False when an import is left; it is tried again by the next call."""
-        with self._wake:
+        with self._lock:
             links = [*self._undropped, *([self._link] if self._link is not None else [])]
             self._link, self._undropped = None, []
         left = [link for link in links if not link.close(timeout_s)]
-        with self._wake:
+        with self._lock:
             self._undropped += left
         return not left
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from torpor.connectors import link as links
 from torpor.connectors.base import Finished, LoadRequest, PeerStats
@@ -23,14 +24,23 @@ class Reader:
     """All methods are the engine's thread's; none but ``release`` and ``close`` blocks."""
 
     def __init__(
-        self, engine_id: str, ours: Geometry, transport: Transport, secret: bytes | None, options: Options, heartbeat_s: float
+        self,
+        engine_id: str,
+        ours: Geometry,
+        transport: Transport,
+        secret: bytes | None,
+        options: Options,
+        heartbeat_s: float,
+        tell: Callable[[], None],
     ) -> None:
+        """``tell`` is called, from any thread, when a load has come to ``take_finished``."""
         self._engine_id = engine_id
         self._ours = ours
         self._transport = transport
         self._secret = secret
         self._options = options
         self._heartbeat_s = heartbeat_s
+        self._tell = tell
         self._pullers: dict[Target, Puller] = {}
         self._lock = threading.Lock()
         self._done: set[str] = set()
@@ -73,6 +83,7 @@ class Reader:
             )
         else:
             puller.submit(load)
+            load.told()  # while the puller's thread wakes up: it needs it after the read
 
     def cancel(self, request_id: str) -> None:
         for puller in self._pullers.values():
@@ -163,3 +174,4 @@ class Reader:
             self._in_flight.discard(request_id)
             (self._done if state is LoadState.DONE else self._failed).add(request_id)
             self._counts[state] += 1
+        self._tell()

@@ -4,6 +4,7 @@ while the engine serves are copies under way, and a release waits for those."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, LoadRequest
@@ -30,6 +31,7 @@ class StoreWorker(KVConnectorWorker):
         self._epoch: Epoch | None = None  # of the last registration
         self._registered = False
         self._claimed = False
+        self._tell: Callable[[], None] = _nothing
         self._mover: Mover | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, memory: Memory) -> None:
@@ -43,11 +45,14 @@ class StoreWorker(KVConnectorWorker):
         self._claimed = True
         try:
             self._store.open(kv_caches, memory)
-            self._mover = Mover(self._store, memory.device.synchronize)
+            self._mover = Mover(self._store, memory.device.synchronize, self._tell)
         except BaseException:
             self.shutdown()
             raise
         self._epoch, self._registered = Epoch.first(), True
+
+    def tell_when_finished(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -143,6 +148,10 @@ class StoreWorker(KVConnectorWorker):
         if self._mover is None:
             raise StateError("register_kv_caches comes first", state="new")
         return self._mover
+
+
+def _nothing() -> None:
+    return
 
 
 def _fetch(load: LoadRequest) -> Fetch:

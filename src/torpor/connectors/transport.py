@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from torpor.connectors.doors import Credentials, Door
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
@@ -19,6 +22,8 @@ from torpor.connectors.wire import Offer
 
 if TYPE_CHECKING:
     from torpor.memory import Memory
+
+BlockIds = Sequence[int] | npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +47,10 @@ class Target:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRead:
     """``remote[i]`` of the peer's blocks goes to ``local[i]`` of ours. ``writing`` is entered around every write into our KV
-    cache and raises once the load was cancelled; ``check`` raises when what was read so far cannot be right any more."""
+    cache and raises once the load was cancelled."""
 
-    local: Sequence[int]
-    remote: Sequence[int]
+    local: BlockIds
+    remote: BlockIds
     writing: Callable[[], AbstractContextManager[None]]
     stop: Callable[[], bool]  # true when the read should end early
     deadline: float  # time.monotonic()

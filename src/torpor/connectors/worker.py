@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -64,6 +63,7 @@ class PullWorker(KVConnectorWorker):
         self._settle: Callable[[], None] = _nothing  # waits until the device has done all that it was asked to
         self._secret = load_secret(config.secret_file)
         self._clock = clock
+        self._tell: Callable[[], None] = _nothing
         self._epoch: Epoch | None = None  # of the last registration
         self._registered = False
         self._may_be_held = False  # by the transport or by a peer: true from the first publication until a release succeeded
@@ -85,12 +85,19 @@ class PullWorker(KVConnectorWorker):
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
         if memory.device.driver != "host":
             self._pins = NoPins()
-            self._settle = functools.partial(_synchronize, memory.config.device)
+            # All streams of the process, whichever the engine computes on; our own copies among them, which take milliseconds.
+            self._settle = memory.device.synchronize
         try:
             self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
             self._transport.open(self._geometry, memory, self._fence)
             self._reader = Reader(
-                self._engine_id, self._geometry, self._transport, self._secret, self._options, self._config.lease_heartbeat_s
+                self._engine_id,
+                self._geometry,
+                self._transport,
+                self._secret,
+                self._options,
+                self._config.lease_heartbeat_s,
+                self._tell,
             )
             self._start_serving(memory, self._fence)
         except BaseException:
@@ -141,6 +148,9 @@ class PullWorker(KVConnectorWorker):
             self._live_reader.submit(load)
         for request_id in metadata.cancelled:
             self._live_reader.cancel(request_id)
+
+    def tell_when_finished(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
 
     def get_finished(self) -> Finished:
         finished = self._live_reader.take_finished()
@@ -248,10 +258,3 @@ class PullWorker(KVConnectorWorker):
 
 def _nothing() -> None:
     return
-
-
-def _synchronize(ordinal: int) -> None:
-    """All streams of the process, whichever the engine computes on; our own copies among them, which take under a millisecond."""
-    import torch
-
-    torch.cuda.synchronize(ordinal)

@@ -93,8 +93,8 @@ class Fleet:
         raise PeerError(f"{service.name} was not ready after {timeout_s:.0f} s", peer=service.name)
 
     def last_words(self) -> str:
-        """The end of every service's log, for when something went wrong."""
-        return "\n".join(f"---- {s.name} ({s.death()})\n{s.tail()}" for s in self._services)
+        """The end of every service's log, for when something went wrong: of one that died more, its stacks may be there."""
+        return "\n".join(f"---- {s.name} ({s.death()})\n{s.tail(15 if s.is_alive() else 80)}" for s in self._services)
 
     def stop(self) -> None:
         for service in reversed(self._services):

@@ -36,6 +36,8 @@ class PairConfig:
     max_tokens: int = 16
     kv_cache_bytes: str = "96MiB"
     threads: int = 1
+    dtype: str = "float32"
+    flags: tuple[str, ...] = ()  # more of torpor serve's
 
 
 class Pair:
@@ -51,9 +53,9 @@ class Pair:
     @classmethod
     def start(cls, fleet: Fleet, config: PairConfig, say: Say) -> Pair:
         def engine(name: str, role: str, device: int) -> Service:
-            flags = ["serve", config.model, "--enable-sleep-mode", "--dtype", "float32", "--threads", str(config.threads)]
+            flags = ["serve", config.model, "--enable-sleep-mode", "--dtype", config.dtype, "--threads", str(config.threads)]
             flags += ["--kv-cache-bytes", config.kv_cache_bytes, "--kv-connector", config.connector, "--kv-role", role]
-            flags += ["--memory-driver", config.memory_driver, "--device", str(device)]
+            flags += ["--memory-driver", config.memory_driver, "--device", str(device), *config.flags]
             return fleet.start(name, flags)
 
         prefill, decode = engine("P", "producer", config.devices[0]), engine("D", "consumer", config.devices[1])

@@ -22,19 +22,26 @@ from rich.markup import escape
 from torpor.demo.fleet import Fleet, Service
 from torpor.demo.pair import Pair, PairConfig
 from torpor.demo.questions import QUESTIONS
-from torpor.demo.random_model import RANDOM, save_random_model
+from torpor.demo.random_model import RANDOM, RANDOM_8B, save_random_8b, save_random_model
 from torpor.demo.tables import show_answers, show_phases, show_rows
 from torpor.errors import TorporError
+
+LARGE: dict[str, Any] = {
+    "kv_cache_bytes": "8GiB",
+    "dtype": "bfloat16",
+    "flags": ("--load-format", "random", "--deterministic"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     connectors: tuple[str, ...] = ("ipc", "nixl")
     cycles: int = 2
-    model: str = PairConfig.model  # or RANDOM
+    model: str = PairConfig.model  # or RANDOM, or RANDOM_8B
     max_tokens: int = 16
     memory_driver: str = PairConfig.memory_driver
     results_file: Path | None = None  # where they go as JSON
+    large: bool = False  # drawn at load, in bf16: only batch-independent kernels give the same answers to the byte there
 
     def pair(self, connector: str) -> PairConfig:
         """On one GPU each where there are two: then blocks cross the link between them."""
@@ -47,6 +54,7 @@ class DemoConfig:
             max_tokens=self.max_tokens,
             memory_driver=self.memory_driver,
             devices=devices,
+            **(LARGE if self.large else {}),
         )
 
 
@@ -185,6 +193,8 @@ def model_ready(config: DemoConfig, console: Console, phases: Phases) -> Iterato
         with phases.timed("model: made, found or converted"):
             if config.model == RANDOM:
                 config = dataclasses.replace(config, model=str(save_random_model(Path(folder) / RANDOM)))
+            elif config.model == RANDOM_8B:
+                config = dataclasses.replace(config, model=str(save_random_8b(Path(folder) / "qwen3-8b-random")), large=True)
             else:
                 prepare_model(config.model, console)
         yield config

@@ -7,7 +7,9 @@ step (benchmarks/scheduler_steps.py). They die by their reference counts; what i
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 THRESHOLDS = (50_000, 20, 100)
 
@@ -17,3 +19,15 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Nothing is looked at in the block; on again after it if it was before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -163,11 +163,11 @@ class EngineCore:
         return outputs
 
     def wait_s(self) -> float | None:
-        """How long the loop may wait for messages before the next step. None: until one comes, or a transaction ends."""
+        """How long the loop may wait for messages before the next step, unless a transaction ends. None: until one comes."""
         if self._outbox:
             return 0.0
         if self._lifecycle.in_transaction:
-            return None
+            return self._lifecycle.tells_in_s
         if self._again:
             return 0.0
         scheduler = self._scheduler

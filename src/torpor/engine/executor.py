@@ -80,7 +80,9 @@ class Executor(Protocol):
 
     def warm_up(self, progress: Progress) -> None: ...
 
-    def attach_connector(self, connector: type[KVConnector], config: ConnectorConfig) -> None:
+    def attach_connector(
+        self, connector: type[KVConnector], config: ConnectorConfig, tell: Callable[[], None] = lambda: None
+    ) -> None:
         """Creates the worker side, gives it the KV cache outside every pool (E1), subscribes it where it declares support
         (E5)."""
         ...
@@ -145,8 +147,11 @@ class UniprocExecutor:
     def warm_up(self, progress: Progress) -> None:
         self._worker.warm_up(progress)
 
-    def attach_connector(self, connector: type[KVConnector], config: ConnectorConfig) -> None:
+    def attach_connector(
+        self, connector: type[KVConnector], config: ConnectorConfig, tell: Callable[[], None] = lambda: None
+    ) -> None:
         worker_side = connector.create_worker(config, self._worker.kv_spec)
+        worker_side.tell_when_finished(tell)
         self._connector = worker_side
         self._worker.init_kv_connector(worker_side)
         self._subscription = subscribe(connector, worker_side, self._worker.memory, config.connector)

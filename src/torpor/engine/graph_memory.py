@@ -18,11 +18,12 @@ class GraphMemory:
         self._pool = pool
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """``run`` once as it is, so that kernels are compiled and libraries are set up, then captured. Blocks until done."""
+    def capture(self, run: Callable[[], None], prepare: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """``prepare`` as it is, so that what ``run`` needs is compiled and libraries are set up, then ``run`` captured. Blocks
+        until done."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()
+            prepare()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (

@@ -88,11 +88,15 @@ class GraphRunner(Runner):
         step = self.inputs.padding(bucket, self.max_seq_len)
         logits, best = self._logits[:bucket], self._likeliest[:bucket]
 
-        def run() -> None:
-            self._model.forward(step.token_ids, step.positions, self.context(step), out=logits)
+        fused = self._model.fused
+        assert fused is not None, "graph_obstacle"
+
+        def run(layers: Sequence[int] | None = None) -> None:
+            fused.forward(step.token_ids, step.positions, self.context(step), out=logits, layers=layers)
             best.copy_(likeliest(logits))
 
-        self._graphs[bucket] = self._memory.capture(run)
+        # Nearly all of a capture is launching: one layer of each kind compiles what all of them need.
+        self._graphs[bucket] = self._memory.capture(run, lambda: run(fused.kinds))
         self.captures += 1
 
     def _compute(self, sequences: Sequence[ScheduledSequence], sampling: Sequence[ScheduledSequence]) -> Samples:

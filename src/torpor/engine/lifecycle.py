@@ -18,7 +18,7 @@ from typing import Any
 
 from torpor.engine.base import EngineState, SleepMode, SleepRequest
 from torpor.engine.executor import KV_CACHE, Executor
-from torpor.engine.lifecycle_parts import Background, Drain, Job, LifecycleScheduler, Queued
+from torpor.engine.lifecycle_parts import Background, Drain, Job, LifecycleScheduler, Queued, Work
 from torpor.engine.reports import paused_report, resumed_report, slept_report, wake_report
 from torpor.engine.sleep_plan import SleepPlan, SleepRules, check_tags
 from torpor.engine.tickets import Ticket, complete, fail, names, told
@@ -95,6 +95,11 @@ class Lifecycle:
         """Something is under way that ``tick`` must look at."""
         return self._drain is not None or self._job is not None or bool(self._queue)
 
+    @property
+    def tells_in_s(self) -> float | None:
+        """When a transaction that has not ended says where it is; None without one."""
+        return None if self._job is None else self._job.tells_in(self._clock())
+
     def memory_stats(self) -> MemoryStats:
         """Fresh; during a transaction the snapshot from before it."""
         if not self.in_transaction:
@@ -140,6 +145,8 @@ class Lifecycle:
         if job is not None and job.future.done():
             self._job = None
             job.finish(job.future)
+        elif job is not None:
+            job.tell(self._clock())
         while self._queue and self._drain is None and self._job is None:
             call = self._queue.popleft()
             self._attempt(call.start, call.ticket)
@@ -151,7 +158,7 @@ class Lifecycle:
         job, drain = self._job, self._drain
         tickets = [*(job.tickets if job else ()), *(drain.tickets if drain else ()), *(call.ticket for call in self._queue)]
         if job is not None:
-            job.future.exception()
+            job.wait(self._clock)
         self._job = self._drain = None
         self._queue.clear()
         self._move(_S.DEAD)
@@ -377,8 +384,9 @@ class Lifecycle:
         self._state = to
         self._on_state(to)
         if work is not None and finish is not None:
-            future = self._background.submit(work)
-            self._job = Job(future=future, finish=finish, tickets=tickets)
+            now, watched = self._clock(), Work(work)
+            future = self._background.submit(watched)
+            self._job = Job(name=to.value, work=watched, future=future, finish=finish, tickets=tickets, started=now, told=now)
             future.add_done_callback(lambda _: self._on_ready())
 
     def _reopen(self) -> None:

@@ -6,7 +6,7 @@ were read back and hashed, so a copy that fails half way leaves no chunk in doub
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -106,17 +106,24 @@ class ImageStore:
             self.trim(segment)
         return {job.segment: job.copied_bytes for job in jobs}
 
-    def restore(self, segments: Iterable[Segment], phases: Phases, to_map: Sequence[Segment] = ()) -> dict[Segment, int]:
+    def restore(
+        self,
+        segments: Iterable[Segment],
+        phases: Phases,
+        to_map: Sequence[Segment] = (),
+        mapped: Callable[[], None] | None = None,
+    ) -> dict[Segment, int]:
         """Copies images into their segments and checks what arrived; gives back the bytes. The images stay as they are.
 
-        The segments are mapped, or among those ``to_map``, which get their memory meanwhile."""
+        The segments are mapped, or among those ``to_map``, which get their memory meanwhile; ``mapped`` is called once they
+        have it, while the copies go on."""
         jobs = [_Job(s, s.live(self._chunk_bytes)) for s in segments if not s.layout.empty]
         for job in jobs:
             if not job.image.valid[job.live].all():
                 raise BugError(f"the image of a region of tag {job.segment.tag!r} is not complete", tag=job.segment.tag)
         with phases("restore"):
             if jobs or to_map:
-                self._restore(jobs, to_map)
+                self._restore(jobs, to_map, mapped)
         return {job.segment: job.image.bytes_in(job.live) for job in jobs}
 
     def doubt(self, chunks: Mapping[Segment, Mask]) -> None:
@@ -262,10 +269,10 @@ class ImageStore:
         image.valid |= right
         job.todo = dirty & ~right
 
-    def _restore(self, jobs: Sequence[_Job], to_map: Sequence[Segment]) -> None:
+    def _restore(self, jobs: Sequence[_Job], to_map: Sequence[Segment], mapped: Callable[[], None] | None) -> None:
         images = self._for_device(jobs)
         if to_map:
-            self._device.wake([s.region for s in to_map], images, self._chunk_bytes, threads=self._threads)
+            self._device.wake([s.region for s in to_map], images, self._chunk_bytes, threads=self._threads, mapped=mapped)
         else:
             self._device.restore_chunks(images, self._chunk_bytes, threads=self._threads)
         for job in jobs:

@@ -1,7 +1,8 @@
 """The wake transaction: memory for everything asked, content from images, then hooks come back.
 
 Where copies can go beside the creation of memory (cuda), and the device says beforehand that there is room for all, they do: what
-gets content is created first. Whatever fails then, everything is unmapped again (M5).
+gets content is created first, and hooks of tags that need none come back while the copies go on. Whatever fails then, those hooks
+let go again and everything is unmapped (M5).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Wake:
         self._shared = shared
         self._rises = [plan_rise(p) for p in pools]
         self._phases = Phases()
+        self._early: list[Rise] = []  # whose hooks came back beside the copies
+        self._early_failures: list[HookFailure] = []
         self.done = False  # memory is mapped and restored, whatever the hooks say
 
     @property
@@ -59,12 +62,13 @@ class Wake:
                 self._map()
             to_map = []
         restored = self._restore(to_map)
-        self._settle()
+        late = [r for r in self._rises if r not in self._early]
+        self._settle(late)
         self.done = True
         self._release_images()
         reports = tuple(_report(r, restored) for r in self._rises)
         with self._phases("hooks"):
-            failures = self._come_back()
+            failures = self._early_failures + self._come_back(late)
         report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
         if failures:
             raise restore_error(failures, report)
@@ -90,23 +94,37 @@ class Wake:
 
     def _restore(self, to_map: Sequence[Segment]) -> dict[Segment, int]:
         try:
-            return self._shared.images.restore(self._to_restore, self._phases, to_map)
+            return self._shared.images.restore(self._to_restore, self._phases, to_map, self._come_back_early)
         except BaseException as error:
             self._unmap_again(error)
             raise
 
+    def _come_back_early(self) -> None:
+        """All is mapped, and copies go on: whoever registers pages of a tag that gets no content need not wait for them."""
+        self._early = [r for r in self._rises if r.to_map and not r.to_restore]
+        with self._phases("hooks_beside_copies"):
+            self._settle(self._early)
+            self._early_failures = self._come_back(self._early)
+
     def _unmap_again(self, error: BaseException) -> None:
-        """The images are whole. Where the driver refuses this too, the pools are mapped, and stale until a wake restores them."""
+        """The images are whole. Where a hook or the driver refuses this too, the pools stay mapped, and what has content is stale
+        until a wake restores it."""
         try:
+            self._shared.hooks.release(r.pool.tag for r in self._early)
             self._shared.device.unmap([s.region for s in self._to_map])
         except TorporError as second:
             if isinstance(error, TorporError):
                 error.fields["unmap_failure"] = str(second)
+            return
+        for rise in self._early:
+            rise.pool.slept = True
+            for segment in rise.to_map:
+                segment.stale = True
 
-    def _settle(self) -> None:
+    def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
         pinned = pinned_bytes()
-        for rise in self._rises:
+        for rise in rises:
             for segment in rise.pool.segments:
                 segment.stale = False
             for segment in rise.to_map:
@@ -122,9 +140,9 @@ class Wake:
                 for segment in rise.to_restore:
                     self._shared.images.release(segment)
 
-    def _come_back(self) -> list[HookFailure]:
+    def _come_back(self, rises: Sequence[Rise]) -> list[HookFailure]:
         """M3: also for tags that were mapped all the time."""
-        return self._shared.hooks.restore(r.pool.tag for r in self._rises if r.pool.residency is Residency.RESIDENT)
+        return self._shared.hooks.restore(r.pool.tag for r in rises if r.pool.residency is Residency.RESIDENT)
 
 
 def _report(rise: Rise, restored: dict[Segment, int]) -> TagWakeReport:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,5 +18,10 @@ class ModelConfig:
     enforce_eager: bool = False  # no CUDA graphs
     deterministic: bool = False  # a request's answer does not depend on what else is in the batch; slower
     threads: int | None = None  # intra-op threads; None: the cores this process may use. Set it when engines share a machine
-    cache_dir: str | None = None  # converted models; None: ~/.cache/torpor
+    cache_dir: str | None = None  # converted models, compiled Python; None: ~/.cache/torpor
     load_format: str = "auto"  # auto | random (random weights for a folder that has only a config; tests and benchmarks)
+
+    @property
+    def cache_folder(self) -> Path:
+        """RuntimeError where it is in the home folder and there is none."""
+        return Path.home() / ".cache" / "torpor" if self.cache_dir is None else Path(self.cache_dir).expanduser()

@@ -41,10 +41,6 @@ _LOCK_POLL_S = 0.2
 _patching = threading.Lock()
 
 
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "torpor"
-
-
 def convert_gguf(path: Path, cache_dir: Path, progress: Progress) -> tuple[Path, str]:
     """The folder, and its weights' hash, that holds ``path`` converted: an earlier conversion's, if its files are intact.
     ModelError, and nothing left behind, for a file that is damaged or of an architecture that transformers cannot convert."""

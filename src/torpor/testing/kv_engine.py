@@ -6,12 +6,14 @@ two of them, in one process or in two, to see what a connector does when one of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,10 +70,12 @@ class KVEngine:
         _zero(self.kv_caches)
         self.kept = False  # whether the last hand-off keeps its blocks until it is reported as "sending"
         self._finished: dict[str, str] = {}
+        self._told: SimpleQueue[None] = SimpleQueue()
         self._unsubscribe: Callable[[], None] = _nothing
         try:
             self.scheduler = kind.create_scheduler(self.config, spec)
             self.worker = kind.create_worker(self.config, spec)
+            self.worker.tell_when_finished(lambda: self._told.put(None))
             self.worker.register_kv_caches(self.kv_caches, spec, self.memory)
         except BaseException:
             self.close()
@@ -107,10 +111,10 @@ class KVEngine:
         """Asks for a hand-off's KV; how many tokens will come. RequestError for params that are refused at the door.
         ``num_computed`` tokens, whole blocks, are there already: ``block_ids`` are for what comes after them."""
         request = _request(request_id, prompt, dict(params))
-        self.scheduler.check_params(params, len(prompt))
+        self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         tokens, _ = self.scheduler.get_num_new_matched_tokens(request, num_computed)
         needed = -(-tokens // self.spec.block_size)
-        self.scheduler.update_state_after_alloc(request, [BlockId(b) for b in block_ids[:needed]], tokens)
+        self.scheduler.update_state_after_alloc(request, cast(list[BlockId], list(block_ids[:needed])), tokens)
         self.step()
         return tokens
 
@@ -145,12 +149,14 @@ class KVEngine:
     def wait(self, request_id: str, timeout_s: float = 10, poll_s: float = POLL_S) -> str:
         """ "sending", "recving" or "failed". TimeoutError."""
         deadline = time.monotonic() + timeout_s
-        while request_id not in self._finished:
+        while True:
             self.step()
+            if request_id in self._finished:
+                return self._finished.pop(request_id)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"request {request_id} did not finish within {timeout_s} s")
-            time.sleep(poll_s)
-        return self._finished.pop(request_id)
+            with contextlib.suppress(Empty):
+                self._told.get(timeout=poll_s)
 
     def sleep(self) -> SleepReport:
         try:
@@ -224,5 +230,8 @@ def expected(spec: KVCacheSpec, prompt: Sequence[int], index: int) -> bytes:
 
 def _request(request_id: str, prompt: Sequence[int], params: dict[str, Any]) -> GenerationRequest:
     return GenerationRequest(
-        request_id=request_id, prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1), kv_transfer_params=params
+        request_id=request_id,
+        prompt_token_ids=prompt if isinstance(prompt, list) else list(prompt),
+        sampling=SamplingParams(max_tokens=1),
+        kv_transfer_params=params,
     )

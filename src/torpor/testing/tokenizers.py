@@ -11,13 +11,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Any:
-    """A ``transformers`` fast tokenizer whose token i is byte i, and whose token 256 is ``</s>``."""
+def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE, vocab_size: int = EOS_ID + 1) -> Any:
+    """A ``transformers`` fast tokenizer whose token i is byte i, and whose token 256 is ``</s>``. Tokens beyond are words that no
+    text becomes but that a model may say: 300 is " w300"."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = _alphabet()
-    model = models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[])
+    words = {f"{alphabet[ord(' ')]}w{token}": token for token in range(EOS_ID + 1, vocab_size)}
+    eos = {"</s>": EOS_ID}
+    model = models.BPE(vocab={alphabet[byte]: byte for byte in range(256)} | eos | words, merges=[])
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -53,6 +53,10 @@ class AttentionStep(abc.ABC):
     """One step's plan. ``write_kv`` and ``attend`` are called once per layer, layers in any order, by one thread, on the stream
     that is current."""
 
+    stored_elsewhere: ClassVar[bool] = False
+    """Whoever computes keys and values may store them at the batch's slots itself and leave ``write_kv`` out: it does nothing
+    else, and ``attend`` reads the cache alone."""
+
     def __init__(self, batch: PagedBatch) -> None:
         self.batch = batch
 
@@ -115,12 +119,28 @@ class StepContext:
     layer_names: Sequence[str] = ()
     events: LayerEvents | None = None
 
-    def run(self, index: int, layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Write this step's K and V of layer ``index``, then attend. Shapes as in ``AttentionStep.attend``."""
+    @property
+    def stored_elsewhere(self) -> bool:
+        """K and V may be in the cache before ``run`` is called: no connector is still about to load something there."""
+        return self.events is None and self.step.stored_elsewhere
+
+    def run(
+        self,
+        index: int,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        stored: bool = False,
+    ) -> torch.Tensor:
+        """Write this step's K and V of layer ``index``, unless they are ``stored``, then attend. Shapes as in
+        ``AttentionStep.attend``."""
         cache = self.kv_caches[index]
         if self.events is not None:
             self.events.wait_for_layer_load(self.layer_names[index])
-        self.step.write_kv(key, value, cache)
+        if not stored:
+            self.step.write_kv(key, value, cache)
         attended = self.step.attend(layer, query, key, value, cache)
         if self.events is not None:
             self.events.save_kv_layer(self.layer_names[index], cache)

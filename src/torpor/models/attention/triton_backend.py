@@ -37,6 +37,8 @@ class TritonBackend(AttentionBackend):
 class _TritonStep(AttentionStep):
     """Plans and room for partial sums are made at a layer's first call and shared by the layers alike."""
 
+    stored_elsewhere = True
+
     def __init__(self, batch: PagedBatch, deterministic: bool) -> None:
         super().__init__(batch)
         self._deterministic = deterministic

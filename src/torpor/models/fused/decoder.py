@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 
 from torpor.models.attention import AttentionLayer, StepContext
-from torpor.models.fused import ops
+from torpor.models.fused import ops, vector
 from torpor.models.fused.invariant import InvariantLinear
 from torpor.models.fused.merge import merged
 
@@ -24,7 +24,7 @@ _FAMILIES = {
 }
 
 
-class LinearLike(Protocol):
+class LinearLike(vector.Parameters, Protocol):
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
@@ -69,6 +69,7 @@ class FusedDecoder:
         self._embedding = model.embed_tokens.weight.detach()
         self._norm = model.norm.weight.detach()
         kind = InvariantLinear if deterministic else Linear
+        self._deterministic = deterministic
         self._head: LinearLike = kind(*merged([module.lm_head]))
         self._rotary = model.rotary_emb
         self._layers = [_layer(layer, attention, kind) for layer, attention in zip(model.layers, layers, strict=True)]
@@ -80,17 +81,24 @@ class FusedDecoder:
         context: StepContext,
         rows: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """As ``LoadedModel.forward``."""
+        """As ``LoadedModel.forward``. ``layers``: of these alone (None: all), which runs kernels and says nothing."""
+        chosen = range(len(self._layers)) if layers is None else layers
         residual = embedding(token_ids, self._embedding)
         cos, sin = (t[0] for t in self._rotary(residual, positions.unsqueeze(0)))
+        if len(token_ids) == 1 and ops.use_kernels(residual) and not self._deterministic:
+            self._one_token(residual, cos, sin, context, chosen)
+            residual = residual if rows is None else residual.index_select(0, rows)
+            return self._head(ops.rms_norm(residual, self._norm, self._eps), out)
         hidden: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
+        for index in chosen:
+            layer = self._layers[index]
             if hidden is None:
                 normed = ops.rms_norm(residual, layer.before_attention, self._eps)
             else:
                 normed = ops.add_rms_norm(hidden, residual, layer.before_attention, self._eps)
-            attended = self._attend(index, layer, normed, cos, sin, context)
+            attended = self._attend(index, layer, layer.qkv(normed), cos, sin, context)
             normed = ops.add_rms_norm(layer.out(attended), residual, layer.before_mlp, self._eps)
             hidden = layer.down(ops.silu_mul(layer.gate_up(normed)))
         assert hidden is not None
@@ -98,14 +106,32 @@ class FusedDecoder:
             hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
         return self._head(ops.add_rms_norm(hidden, residual, self._norm, self._eps), out)
 
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """A layer of each kind of attention, and the second one, whose first norm is of a sum: they run all kernels of a step."""
+        first = {layer.attention: index for index, layer in reversed([*enumerate(self._layers)])}
+        return tuple(sorted({*first.values(), min(1, len(self._layers) - 1)}))
+
+    def _one_token(
+        self, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: StepContext, layers: Sequence[int]
+    ) -> None:
+        """Layers of a step of one token: residual [1, hidden] becomes what the last norm is of."""
+        for index in layers:
+            layer = self._layers[index]
+            qkv = vector.product(residual, layer.qkv, norm=layer.before_attention, eps=self._eps)
+            attended = self._attend(index, layer, qkv, cos, sin, context)
+            vector.product(attended, layer.out, residual=residual)
+            gated = vector.product(residual, layer.gate_up, norm=layer.before_mlp, eps=self._eps, gated=True)
+            vector.product(gated, layer.down, residual=residual)
+
     def _attend(
-        self, index: int, layer: _Layer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: StepContext
+        self, index: int, layer: _Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: StepContext
     ) -> torch.Tensor:
-        qkv = layer.qkv(normed)
-        ops.norm_rotate(qkv, cos, sin, self.q_heads, self.kv_heads, layer.head_norms, self._eps)
+        store = ops.Store(context.kv_caches[index], context.batch.slots) if context.stored_elsewhere else None
+        stored = ops.norm_rotate(qkv, cos, sin, self.q_heads, self.kv_heads, layer.head_norms, self._eps, store)
         heads = qkv.view(len(qkv), -1, self.head_dim)
         query, key, value = heads.tensor_split((self.q_heads, self.q_heads + self.kv_heads), dim=1)
-        return context.run(index, layer.attention, query, key, value).reshape(len(qkv), -1)
+        return context.run(index, layer.attention, query, key, value, stored=stored).reshape(len(qkv), -1)
 
 
 def fuse(module: Any) -> bool:

@@ -12,7 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row. ADD: residual += x first, and the norm is of that sum."""
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
@@ -29,24 +38,21 @@ def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, ADD: t
     tl.store(out_ptr + row + columns, (normed * weight).to(x.dtype), mask=inside)
 
 
+# Arguments stand in lines by meaning: what, where, how.
+# fmt: off
 @triton.jit
 def norm_rotate_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    row_stride,
-    q_heads,
-    heads,
-    eps,
-    NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, cache_ptr, slots_ptr,
+    row_stride, stride_kv, stride_block, stride_slot, stride_head,
+    q_heads, rotated_heads, heads, eps,
+    NORM: tl.constexpr, STORE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):
-    """One program per token and HEADS of its ``heads`` query and key heads, in place.
+    """One program per token and HEADS of its ``heads`` heads: query heads, then key heads, then with STORE value heads.
 
-    head  [ a (HALF) | b (HALF) ]  ->  [ a cos - b sin | b cos + a sin ]
+    head  [ a (HALF) | b (HALF) ]  ->  [ a cos - b sin | b cos + a sin ]      value heads stay as they are
+
+    In place; with STORE keys and values go to the token's slot of the cache instead, if it has one.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -56,6 +62,7 @@ def norm_rotate_kernel(
     a = tl.load(qkv_ptr + at, mask=inside, other=0.0)
     b = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
     kind = a.dtype
+    plain_a, plain_b = a, b
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:
         squares = tl.sum(a * a + b * b, axis=1) / (2 * HALF)
@@ -69,8 +76,21 @@ def norm_rotate_kernel(
     angle = token * (2 * HALF) + lane
     cos_a, cos_b = tl.load(cos_ptr + angle).to(tl.float32)[None, :], tl.load(cos_ptr + angle + HALF).to(tl.float32)[None, :]
     sin_a, sin_b = tl.load(sin_ptr + angle).to(tl.float32)[None, :], tl.load(sin_ptr + angle + HALF).to(tl.float32)[None, :]
-    tl.store(qkv_ptr + at, (a * cos_a - b * sin_a).to(kind), mask=inside)
-    tl.store(qkv_ptr + at + HALF, (b * cos_b + a * sin_b).to(kind), mask=inside)
+    first, second = (a * cos_a - b * sin_a).to(kind), (b * cos_b + a * sin_b).to(kind)
+    if STORE:
+        slot = tl.load(slots_ptr + token)
+        is_value = (head >= rotated_heads)[:, None]
+        first, second = tl.where(is_value, plain_a, first), tl.where(is_value, plain_b, second)
+        kv_head = head[:, None] - tl.where(is_value, rotated_heads, q_heads)
+        place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot + tl.where(is_value, stride_kv, 0)
+        target = cache_ptr + place + kv_head * stride_head + lane[None, :]
+        kept = inside & (head >= q_heads)[:, None] & (slot >= 0)
+        tl.store(target, first, mask=kept)
+        tl.store(target + HALF, second, mask=kept)
+        inside = inside & (head < q_heads)[:, None]
+    tl.store(qkv_ptr + at, first, mask=inside)
+    tl.store(qkv_ptr + at + HALF, second, mask=inside)
+# fmt: on
 
 
 @triton.jit

@@ -1,0 +1,34 @@
+// Scattered blocks copied by a kernel, and the lists that say which, brought to the device beside it.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "cuda_host.h"
+#include "cuda_kernels.h"
+
+namespace torpor::cuda {
+
+class BlockCopier {
+ public:
+  BlockCopier(const Context &context, Lanes &lanes) : context_(context), lanes_(lanes) {}
+  BlockCopier(const BlockCopier &) = delete;
+  BlockCopier &operator=(const BlockCopier &) = delete;
+  ~BlockCopier();
+
+  // Returns when everything is copied. Needs a current context, and a list that Kernels::can_copy.
+  void copy(const Kernels &kernels, const BlockCopies &blocks);
+
+ private:
+  class Batch;
+  // Device memory for the lists of one batch; 0 when the device has none left.
+  CUdeviceptr take();
+  void give_back(CUdeviceptr lists);
+
+  const Context &context_;
+  Lanes &lanes_;
+  std::mutex mutex_;
+  std::vector<CUdeviceptr> idle_;
+};
+
+}  // namespace torpor::cuda
