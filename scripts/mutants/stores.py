@@ -146,6 +146,7 @@ MUTANTS = (
         "self.version = version\n        try:\n            pass",
         "after an update old KV is served (E6)",
         LMCACHE_TESTS + "TestWeights::test_e6_after_an_update_no_old_kv_is_served",
+        needs="lmcache",
     ),
     Mutant(
         "lmcache-half-a-load-is-a-load",
@@ -154,6 +155,7 @@ MUTANTS = (
         "if not arrived:",
         "blocks that never arrived count as KV (P5)",
         LMCACHE_TESTS + "TestKeeping::test_blocks_that_do_not_arrive_are_computed",
+        needs="lmcache",
     ),
     Mutant(
         "lmcache-keys-of-half-a-name",
@@ -162,6 +164,7 @@ MUTANTS = (
         "for i in range(0, len(name) // 2, WORD_BYTES)][:block_size]",
         "different prompts may share a key",
         LMCACHE_TESTS + "TestWeights::test_words_are_of_the_whole_name",
+        needs="lmcache",
     ),
     Mutant(
         "lmcache-what-was-loaded-is-loaded-again",
@@ -170,5 +173,6 @@ MUTANTS = (
         "",
         "blocks of the prefix cache, which others read, are written to",
         LMCACHE_TESTS + "TestKeeping::test_only_what_the_prefix_cache_lacks_is_loaded",
+        needs="lmcache",
     ),
 )
