@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)
@@ -122,6 +122,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),
     "tp_arena_decommit": (_HANDLE, c_uint64, c_uint64),
+    "tp_arena_adopt": (_HANDLE, c_uint64, c_uint64, c_int32, c_uint64, c_uint32),
+    "tp_host_free_bytes": (_U64P,),
     "tp_torch_open": (_HANDLE, c_int32, c_uint64, c_uint32, c_char_p, POINTER(c_uint32)),
     "tp_torch_set_mode": (c_uint32, c_int32),
     "tp_torch_take": (c_uint32, _HANDLE_OUT, c_uint64, _U64P, _U64P, c_uint64, _U64P),
