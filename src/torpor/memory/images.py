@@ -105,7 +105,7 @@ class ImageStore:
         self._arena: Arena | None = None
         self._space: FreeList | None = None
         self._leases: set[Lease] = set()
-        self._scratch: list[Image] = []
+        self._scratch: list[Arena] = []  # more than one only where the driver did not let go
         self.committed_bytes = 0
 
     def save(self, segments: Sequence[Segment], phases: Phases, only: Mapping[Segment, Mask] | None = None) -> dict[Segment, int]:
@@ -212,16 +212,17 @@ class ImageStore:
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[int]:
-        """The address of host memory as fast as an image's, for the length of the block. HostMemoryError."""
-        image = self._new_image(nbytes)
-        self._scratch.append(image)
+        """The address of host memory as fast as an image's, for the length of the block. HostMemoryError, DeviceError.
+
+        An arena of its own: taking memory away from one refuses copies in all of it meanwhile."""
+        arena = self._device.create_arena(nbytes)
+        self._scratch.append(arena)
         try:
-            self._commit(image, np.ones_like(image.committed))
-            yield self._arena_memory().address + image.offset
+            arena.commit(0, nbytes, self._threads)
+            yield arena.address
         finally:
-            self._decommit(image, image.committed.copy())
-            self._arena_space().free(image.offset)
-            self._scratch.remove(image)
+            arena.close()
+            self._scratch.remove(arena)
 
     def _adopt_part(self, image: Image, part: Mask, descriptor: int, file_start: int) -> None:
         [(offset, size)] = image.byte_runs(part)
@@ -273,6 +274,9 @@ class ImageStore:
 
     def close(self) -> None:
         """Idempotent. Every image is gone."""
+        while self._scratch:
+            self._scratch[-1].close()
+            self._scratch.pop()
         if self._arena is not None:
             self._arena.close()
             self._arena = self._space = None
@@ -283,7 +287,7 @@ class ImageStore:
 
     def check(self, segments: Iterable[Segment]) -> None:
         """BugError when arena, images and count disagree."""
-        images = [s.image for s in segments if s.image is not None] + self._scratch
+        images = [s.image for s in segments if s.image is not None]
         if sum(i.committed_bytes for i in images) != self.committed_bytes:
             raise BugError(f"images count {self.committed_bytes} bytes of host memory, which is not their sum")
         if any((i.valid & ~i.committed).any() for i in images):
