@@ -1,7 +1,7 @@
 """What an image costs while weights are loaded, and what engines with the same weights save by sharing it.
 
     .venv/bin/python benchmarks/shared_images.py                        # host driver, 256 MiB of weights, 1, 2 and 4 engines
-    python benchmarks/shared_images.py --driver cuda --gib 16 --engines 1,2
+    python benchmarks/gpu_shared_images.py                              # 16 GiB, 2 engines
 
 Every engine is a process that loads the same safetensors, which lie in memory (a page cache that is never cold), in the shapes of
 an 8B model. Ways to load, in processes of their own:
@@ -73,7 +73,7 @@ def _bytes(model: dict[str, tuple[int, ...]]) -> int:
 
 @contextlib.contextmanager
 def checkpoint(folder: Path, nbytes: int, on_gpu: bool) -> Iterator[None]:
-    """Safetensors with random values, the same in every run, that lie in memory files of this process."""
+    """Safetensors with random values, others in every run, that lie in memory files of this process."""
     model = shapes(nbytes)
     device = "cuda" if on_gpu else "cpu"
     with ThreadPoolExecutor(FILES if on_gpu else 2) as pool:
@@ -104,7 +104,7 @@ def _write_file(model: dict[str, tuple[int, ...]], seed: int, device: str) -> in
     head = json.dumps(header).encode()
     descriptor = os.memfd_create("torpor-bench")
     at = os.pwrite(descriptor, struct.pack("<Q", len(head)) + head, 0)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed((os.getpid() << 8) + seed)
     for shape in model.values():
         values = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, device=device, generator=generator).cpu()
         data = memoryview(values.numpy().reshape(-1).view("u1"))
@@ -205,7 +205,7 @@ def load_times(driver: str, folder: Path, nbytes: int) -> tuple[dict[str, dict[s
     return out, digests.pop()
 
 
-def engines(driver: str, folder: Path, count: int, share: bool, digest: str) -> dict[str, Any]:
+def many(driver: str, folder: Path, count: int, share: bool, digest: str) -> dict[str, Any]:
     """So many with the same weights, one after another, all asleep in the end."""
     children = [Child.get(driver, folder, share=share) for _ in range(count)]
     rows = []
@@ -268,10 +268,10 @@ def left_over() -> int:
     return names
 
 
-def main() -> None:
-    options = common.arguments(__doc__, driver="host", gib=0.25, engines="1,2,4")
+def main(driver: str = "host", gib: float = 0.25, quick_gib: float = 0.0625, engines: str = "1,2,4") -> None:
+    options = common.arguments(__doc__, driver=driver, gib=gib, engines=engines)
     if options.quick:
-        options.engines = "1,2"
+        options.gib, options.engines = quick_gib, "2"
     on_gpu = options.driver == "cuda"
     name = "gpu_shared_images" if on_gpu else "shared_images"
     run = common.Run(name, f"images of {options.gib:g} GiB of weights: made while they load, shared by engines", options.out)
@@ -288,7 +288,7 @@ def main() -> None:
             loads, digest = load_times(options.driver, folder, nbytes)
             columns = ["load", "prepare", "first sleep", "wake"]
             run.table("loading, s", ["", *columns], [[way, *(row.get(c, "") for c in columns)] for way, row in loads.items()])
-            results = [engines(options.driver, folder, n, share, digest) for n in counts for share in (False, True)]
+            results = [many(options.driver, folder, n, share, digest) for n in counts for share in (False, True)]
     finally:
         shutil.rmtree(folder)
     show(run, results)

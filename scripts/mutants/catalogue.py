@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, runner, scheduling, server, torch_pools
+from mutants import (
+    connectors,
+    engine,
+    hand_offs,
+    memory,
+    memory_images,
+    native,
+    runner,
+    scheduling,
+    server,
+    shared_images,
+    torch_pools,
+)
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     *memory.MUTANTS,
     *memory_images.MUTANTS,
+    *shared_images.MUTANTS,
     *engine.MUTANTS,
     *connectors.MUTANTS,
     *hand_offs.MUTANTS,

@@ -75,6 +75,22 @@ def test_what_differs_is_not_shared(engine: Any, change: str) -> None:
         assert other.cycle() == 0
 
 
+def test_a_name_says_in_which_chunks_something_lives(engine: Any) -> None:
+    """Two pools whose bytes are the same one chunk apart, with nothing before or behind them."""
+    one = engine()
+    kept = []
+    for tag, before in (("low", 0), ("high", CHUNK)):
+        pool = one.memory.pool(tag)
+        pool.reserve(PIECE)
+        gap = pool.empty(before, torch.uint8) if before else None
+        kept.append(pool.empty(CHUNK, torch.uint8).fill_(7))
+        del gap
+        assert one.memory.share_images(tag).found_bytes == 0
+    one.memory.sleep()
+    one.memory.wake()
+    assert all(int(t.min()) == int(t.max()) == 7 for t in kept)
+
+
 def test_sharing_again_is_a_no_op_that_says_so(engine: Any) -> None:
     one = engine()
     first = one.memory.share_images("weights")

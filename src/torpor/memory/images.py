@@ -305,28 +305,34 @@ class ImageStore:
 
     # ---- memory ------------------------------------------------------------------------------------------------------------
 
-    def provide(self, segments: Sequence[Segment], on_part: Callable[[Segment, Mask], None] = lambda segment, part: None) -> None:
-        """Memory for every live chunk of the segments' images, or HostMemoryError with nothing changed. ``on_part`` hears, in the
-        order of addresses, of each piece that has memory now; what was committed before is not told."""
+    def provide(self, segments: Sequence[Segment]) -> None:
+        """Memory for every live chunk of the segments' images, or HostMemoryError with nothing changed."""
         self._require_room(segments)
         made: list[Segment] = []
-        committed: list[tuple[Image, Mask]] = []
+        committed: list[tuple[Segment, Mask]] = []
         try:
             for segment in segments:
                 if segment.image is None:
                     segment.image = self._new_image(segment.nbytes)
                     made.append(segment)
-                image = segment.image
-                for part in _parts(segment.live(self._chunk_bytes) & ~image.committed, COMMIT_CHUNKS):
-                    self._commit(image, part)
-                    committed.append((image, part))
-                    on_part(segment, part)
+                self.provide_in_parts(segment, lambda segment, part: committed.append((segment, part)))
         except BaseException:
-            for image, part in committed:
-                self._decommit(image, part)
+            self.give_back(committed)
             for segment in made:
                 self.release(segment)
             raise
+
+    def provide_in_parts(self, segment: Segment, on_part: Callable[[Segment, Mask], None]) -> None:
+        """Memory for every live chunk of an image that has its addresses. ``on_part`` hears, in the order of addresses, of every
+        part that has it now. After an error those parts keep it: somebody may be using them."""
+        image = _image_of(segment)
+        for part in _parts(self.missing(segment), COMMIT_CHUNKS):
+            self._commit(image, part)
+            on_part(segment, part)
+
+    def give_back(self, parts: Iterable[tuple[Segment, Mask]]) -> None:
+        for segment, part in parts:
+            self._decommit(_image_of(segment), part)
 
     def place_images(self, segments: Sequence[Segment]) -> None:
         """Addresses for images, without memory. HostMemoryError where the limit forbids them."""

@@ -69,6 +69,7 @@ class Loading:
         self._pending: dict[Segment, npt.NDArray[np.int64]] = {}  # tensors per chunk that are not written
         self._complete: dict[Segment, Mask] = {}  # written, and not sent
         self._unwritten = set(self._places)
+        self._taken: list[tuple[Segment, Mask]] = []
         self._taking: Future[None] | None = None
         self._sending: list[Future[None]] = []
         self._taker, self._sender = ThreadPoolExecutor(1, "torpor-take"), ThreadPoolExecutor(1, "torpor-send")
@@ -88,7 +89,7 @@ class Loading:
             self._missing[segment] = images.missing(segment)
             self._pending[segment] = self._writers(segment)
             self._complete[segment] = np.zeros_like(touched[segment])
-        self._taking = self._taker.submit(images.provide, self._segments, self._note_memory)
+        self._taking = self._taker.submit(self._take_memory)
         where = {i: images.address_of(p.segment) + p.offset for i, p in self._places.items()}
         return Staging(self, [_host_view(t, where.get(i, 0)) for i, t in enumerate(self._tensors)])
 
@@ -114,6 +115,9 @@ class Loading:
             sent.cancel()
         self._taker.shutdown()
         self._sender.shutdown()
+        if self._taking is not None and self._taking.exception() is not None:
+            # Not before: the caller may have been writing to what it was told is there.
+            self._shared.images.give_back(self._taken)
         # An error that is kept keeps this object, by way of its traceback; it must not keep the tensors.
         self._sending, self._taking, self._places, self._tensors = [], None, {}, ()
 
@@ -143,7 +147,12 @@ class Loading:
             self._complete[place.segment][chunks] |= pending[chunks] == 0
             self._send(COPY_CHUNKS)
 
+    def _take_memory(self) -> None:
+        for segment in self._segments:
+            self._shared.images.provide_in_parts(segment, self._note_memory)
+
     def _note_memory(self, segment: Segment, part: Mask) -> None:
+        self._taken.append((segment, part))
         with self._state:
             self._missing[segment] &= ~part
             self._state.notify_all()
