@@ -166,9 +166,9 @@ def test_loading_through_images_writes_to_private_ones(engine: Any) -> None:
         one.memory.share_images("weights")
     second.seed = 3
     with second.memory.load_through_images([second.weights]) as [staging]:
+        assert second.shared == 0
         staging.copy_(second.expected())
     del staging
-    assert second.shared == 0
     assert second.cycle() == 0
     assert first.cycle() == 0
     assert first.right

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,10 +57,12 @@ def test_one_who_never_gets_on_is_not_waited_for_for_ever(engine: Any, monkeypat
     one.memory.release_images("weights")
     stuck = Turn(keys[0])
     assert stuck.take()
-    try:
-        report = one.memory.share_images("weights")
-    finally:
-        stuck.close()
+    with contextlib.closing(stuck), ThreadPoolExecutor(1) as other:
+        sharing_now = other.submit(one.memory.share_images, "weights")
+        try:
+            report = sharing_now.result(30)
+        finally:
+            stuck.close()
     assert report.shared_bytes == 0
     assert report.private_bytes >= SIZE
     assert "another engine" in str(report)
