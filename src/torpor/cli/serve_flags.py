@@ -62,7 +62,13 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     _flag(MODEL, ModelConfig, "enforce_eager", "Capture no CUDA graphs: slower steps, a faster start, less memory."),
     _flag(MODEL, ModelConfig, "fused_layers", "Layers of few kernels where the model allows it: auto (on a GPU), on or off."),
     _flag(MODEL, ModelConfig, "deterministic", "Answers that do not depend on what else is in the batch. Slower."),
-    _flag(MODEL, ModelConfig, "cache_dir", "Folder of converted models and compiled Python. Default: ~/.cache/torpor.", metavar="FOLDER"),
+    _flag(
+        MODEL,
+        ModelConfig,
+        "cache_dir",
+        "Folder of converted models and compiled Python. Default: ~/.cache/torpor.",
+        metavar="FOLDER",
+    ),
     _flag(MODEL, ModelConfig, "load_format", "auto, or random: random weights for a folder with only a config."),
     _flag(MODEL, ModelConfig, "trust_remote_code", "Run code that comes with the model. Only for models you trust."),
     _flag(
@@ -129,6 +135,13 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         "Most host memory for images of sleeping pools, such as 8GiB. Default: what is free.",
         parse=parse_bytes,
         metavar="SIZE",
+    ),
+    _flag(
+        SLEEP,
+        MemoryConfig,
+        "share_images",
+        "Engines of this host and user that have the same weights share the weights' host image: one copy for all of them. It is "
+        "made at start-up.",
     ),
     _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: the usable cores, at most 12."),
     _flag(
