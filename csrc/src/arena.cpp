@@ -119,6 +119,20 @@ void Arena::decommit(uint64_t offset, uint64_t bytes) {
   if (start < end) decommit_locked({start, end - start});
 }
 
+void Arena::adopt(uint64_t offset, uint64_t bytes, const FilePart &file, uint32_t threads) {
+  const Range asked = inside(offset, bytes);
+  const uint64_t page = host::page_size();
+  if (bytes == 0 || asked.address % page != 0 || bytes % page != 0 || file.offset % page != 0) {
+    throw Error::invalid("only whole pages of a memory file can be adopted");
+  }
+  host::require_sealed(file, bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  decommit_locked(asked);
+  device_.driver().adopt(asked, file, std::max(threads, 1u));
+  device_.access.change([&] { entry_.committed.add(asked); });
+  device_.counters.committed_bytes += asked.bytes;
+}
+
 void Arena::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   decommit_locked(range_);

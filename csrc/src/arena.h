@@ -33,6 +33,8 @@ class Arena {
   Range range() const { return range_; }
   void commit(uint64_t offset, uint64_t bytes, uint32_t threads);
   void decommit(uint64_t offset, uint64_t bytes);
+  // Whole pages; what was committed there is given back first.
+  void adopt(uint64_t offset, uint64_t bytes, const FilePart &file, uint32_t threads);
   // Decommits everything and frees the addresses; afterwards only the destructor may follow.
   void clear();
 

@@ -5,6 +5,7 @@
 
 #include "arena.h"
 #include "device.h"
+#include "host_memory.h"
 #include "region.h"
 #include "torch_bridge.h"
 #include "torpor/torpor.h"
@@ -360,6 +361,21 @@ TORPOR_API tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_
   return guarded(err, [&] {
     require("arena", arena);
     arena->arena->decommit(offset, bytes);
+  });
+}
+
+TORPOR_API tp_status tp_arena_adopt(tp_arena *arena, uint64_t offset, uint64_t bytes, int32_t fd, uint64_t file_offset,
+                                    uint32_t threads, tp_error *err) {
+  return guarded(err, [&] {
+    require("arena", arena);
+    arena->arena->adopt(offset, bytes, {fd, file_offset}, threads);
+  });
+}
+
+TORPOR_API tp_status tp_host_free_bytes(uint64_t *bytes, tp_error *err) {
+  return guarded(err, [&] {
+    require("bytes", bytes);
+    *bytes = torpor::free_host_memory();
   });
 }
 

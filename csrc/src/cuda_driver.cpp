@@ -140,6 +140,17 @@ class CudaDriver final : public Driver {
     host::decommit(range);
   }
 
+  void adopt(Range range, const FilePart &file, uint32_t threads) override {
+    const Context::Scope scope(context_, TP_OP_COMMIT);
+    host::adopt(range, file, threads);
+    try {
+      locks_.lock(range, kHostReadOnly);
+    } catch (...) {
+      host::decommit(range);
+      throw;
+    }
+  }
+
  private:
   CUmemAllocationProp properties(bool exportable) const {
     CUmemAllocationProp prop{};

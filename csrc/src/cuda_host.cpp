@@ -32,13 +32,13 @@ Context::Scope::~Scope() {
   table().cuCtxPopCurrent_v2(&popped);
 }
 
-void HostLocks::lock_pieces(Range range) {
+void HostLocks::lock_pieces(Range range, unsigned flags) {
   for (Address at = range.address; at < range.end();) {
     // Piece borders at fixed addresses, whatever was committed first.
     const uint64_t bytes = std::min(range.end(), (at / kPiece + 1) * kPiece) - at;
-    check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(at), bytes, kHostPortable | kHostDeviceMap), TP_OP_COMMIT,
-          "cuMemHostRegister");
-    pieces_[at] = bytes;
+    check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(at), bytes, kHostPortable | kHostDeviceMap | flags),
+          TP_OP_COMMIT, "cuMemHostRegister");
+    pieces_[at] = {bytes, flags};
     at += bytes;
   }
 }
@@ -48,10 +48,10 @@ void HostLocks::drop(Address address) {
   pieces_.erase(address);
 }
 
-void HostLocks::lock(Range range) {
+void HostLocks::lock(Range range, unsigned flags) {
   std::lock_guard<std::mutex> guard(mutex_);
   try {
-    lock_pieces(range);
+    lock_pieces(range, flags);
   } catch (...) {
     for (auto at = pieces_.lower_bound(range.address); at != pieces_.end() && at->first < range.end();) drop((at++)->first);
     throw;
@@ -61,14 +61,14 @@ void HostLocks::lock(Range range) {
 void HostLocks::unlock(Range range) {
   std::lock_guard<std::mutex> guard(mutex_);
   auto at = pieces_.upper_bound(range.address);
-  if (at != pieces_.begin() && std::prev(at)->first + std::prev(at)->second > range.address) --at;
-  std::vector<Range> hit;
-  for (; at != pieces_.end() && at->first < range.end(); ++at) hit.push_back({at->first, at->second});
-  for (const Range &piece : hit) drop(piece.address);
-  for (const Range &piece : hit) {
+  if (at != pieces_.begin() && std::prev(at)->first + std::prev(at)->second.bytes > range.address) --at;
+  std::vector<std::pair<Range, unsigned>> hit;
+  for (; at != pieces_.end() && at->first < range.end(); ++at) hit.push_back({{at->first, at->second.bytes}, at->second.flags});
+  for (const auto &[piece, flags] : hit) drop(piece.address);
+  for (const auto &[piece, flags] : hit) {
     try {
-      if (piece.address < range.address) lock_pieces({piece.address, range.address - piece.address});
-      if (piece.end() > range.end()) lock_pieces({range.end(), piece.end() - range.end()});
+      if (piece.address < range.address) lock_pieces({piece.address, range.address - piece.address}, flags);
+      if (piece.end() > range.end()) lock_pieces({range.end(), piece.end() - range.end()}, flags);
     } catch (const Error &) {
       // The neighbour's memory stays committed and right; copies of it are slower until it is committed anew.
     }
@@ -79,8 +79,8 @@ Address HostLocks::border_after(Address at) {
   std::lock_guard<std::mutex> guard(mutex_);
   const auto next = pieces_.upper_bound(at);
   if (next != pieces_.begin()) {
-    const auto &[start, bytes] = *std::prev(next);
-    if (at < start + bytes) return start + bytes;
+    const Address end = std::prev(next)->first + std::prev(next)->second.bytes;
+    if (at < end) return end;
   }
   return next == pieces_.end() ? UINT64_MAX : next->first;
 }
@@ -91,8 +91,9 @@ bool HostLocks::locked(Range range) {
   if (piece == pieces_.begin()) return false;
   Address reached = range.address;
   for (--piece; piece != pieces_.end() && piece->first <= reached && reached < range.end(); ++piece) {
-    if (piece->first + piece->second <= reached) return false;
-    reached = piece->first + piece->second;
+    const Address end = piece->first + piece->second.bytes;
+    if (end <= reached) return false;
+    reached = end;
   }
   return reached >= range.end();
 }

@@ -39,19 +39,23 @@ class Context {
 // Page-locks host memory. Pieces are bounded, so that giving a part back needs no new lock over all the rest.
 class HostLocks {
  public:
-  void lock(Range range);    // all or nothing
-  void unlock(Range range);  // what a piece has outside the range is locked again
+  void lock(Range range, unsigned flags = 0);  // all or nothing; flags beyond those of every lock
+  void unlock(Range range);                    // what a piece has outside the range is locked again
   // One copy may not cross the border of two locks: where the lock that `at` lies in ends, or where the next one begins.
   Address border_after(Address at);
   bool locked(Range range);
 
  private:
-  void lock_pieces(Range range);
+  struct Piece {
+    uint64_t bytes;
+    unsigned flags;
+  };
+  void lock_pieces(Range range, unsigned flags);
   void drop(Address address);
 
   static constexpr uint64_t kPiece = uint64_t{256} << 20;
   std::mutex mutex_;
-  std::map<Address, uint64_t> pieces_;
+  std::map<Address, Piece> pieces_;
 };
 
 // A stream and a page-locked buffer that the device can use too, lent to one thread at a time.

@@ -32,6 +32,12 @@ struct Physical {
   bool rdma = false;  // a network card can be given access
 };
 
+// A part of a memory file, from an offset on.
+struct FilePart {
+  int fd = -1;
+  uint64_t offset = 0;
+};
+
 // What a range is while nothing is mapped in it.
 enum class Vacancy {
   hole,   // reserved, any access faults
@@ -129,6 +135,8 @@ class Driver {
   // Backs page-aligned, reserved, uncommitted host address space with memory, ready for fast copies.
   virtual void commit(Range range, uint32_t threads) = 0;
   virtual void decommit(Range range) = 0;
+  // Like commit, but with the pages of a sealed memory file, shared and read-only; ended by decommit too.
+  virtual void adopt(Range range, const FilePart &file, uint32_t threads) = 0;
 };
 
 }  // namespace torpor

@@ -143,6 +143,11 @@ void FaultDriver::hash(const std::vector<HashItem> &chunks, uint32_t threads) {
   real_->hash(chunks, threads);
 }
 
+void FaultDriver::adopt(Range range, const FilePart &file, uint32_t threads) {
+  check(TP_OP_COMMIT, range.bytes);
+  real_->adopt(range, file, threads);
+}
+
 void FaultDriver::commit(Range range, uint32_t threads) {
   check(TP_OP_COMMIT, range.bytes);
   real_->commit(range, threads);

@@ -39,6 +39,7 @@ class FaultDriver final : public Driver {
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override;
   std::string hash_path() override { return real_->hash_path(); }
   void commit(Range range, uint32_t threads) override;
+  void adopt(Range range, const FilePart &file, uint32_t threads) override;
   void decommit(Range range) override { real_->decommit(range); }
 
  private:

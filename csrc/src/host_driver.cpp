@@ -135,6 +135,7 @@ class HostDriver final : public Driver {
 
   void commit(Range range, uint32_t threads) override { host::commit(range, threads); }
   void decommit(Range range) override { host::decommit(range); }
+  void adopt(Range range, const FilePart &file, uint32_t threads) override { host::adopt(range, file, threads); }
 };
 
 }  // namespace

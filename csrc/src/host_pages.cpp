@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +16,9 @@
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4  // Linux 5.7
@@ -223,6 +227,36 @@ void commit(Range range, uint32_t threads) {
     vacate(range, Vacancy::hole);
     throw;
   }
+}
+
+void require_sealed(const FilePart &file, uint64_t bytes) {
+  constexpr int needed = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
+  const int seals = fcntl(file.fd, F_GET_SEALS);
+  struct stat status {};
+  if (seals < 0 || fstat(file.fd, &status) != 0) throw Error::invalid("descriptor " + std::to_string(file.fd) + " is no memory file");
+  if ((seals & needed) != needed) throw Error::invalid("a memory file that can be adopted is sealed, content and size");
+  const auto size = static_cast<uint64_t>(status.st_size);
+  if (file.offset > size || bytes > size - file.offset) {
+    throw Error::invalid("a memory file of " + std::to_string(size) + " bytes does not have " + std::to_string(bytes) + " at " +
+                         std::to_string(file.offset));
+  }
+}
+
+void adopt(Range range, const FilePart &file, uint32_t threads) {
+  constexpr int flags = MAP_SHARED | MAP_FIXED;
+  void *at = mmap(pointer(range.address), range.bytes, PROT_READ, flags, file.fd, static_cast<off_t>(file.offset));
+  if (at == MAP_FAILED) {
+    const int failed = errno;
+    vacate(range, Vacancy::hole);  // the kernel may have cleared the range before it gave up
+    throw Error::system(TP_OP_COMMIT, failed, "mapping " + human_bytes(range.bytes) + " of a shared image");
+  }
+  madvise(at, range.bytes, MADV_DONTFORK);
+  // Page tables, on several threads. Only a matter of speed: the pages exist.
+  const uint64_t pieces = (range.bytes + kPopulatePiece - 1) / kPopulatePiece;
+  parallel_for(pieces, threads, [&](uint64_t i) {
+    const uint64_t offset = i * kPopulatePiece;
+    madvise(pointer(range.address + offset), std::min(kPopulatePiece, range.bytes - offset), MADV_POPULATE_READ);
+  });
 }
 
 // A fresh PROT_NONE mapping: a stray access faults instead of taking memory that nobody counts.

@@ -40,6 +40,10 @@ void copy(const std::vector<tp_span> &spans, uint32_t threads);
 // Driver::commit and decommit without page-locking.
 void commit(Range range, uint32_t threads);
 void decommit(Range range);
+// Throws TP_INVALID unless it is a memfd that has so many bytes there, and whose content and size nobody can change.
+void require_sealed(const FilePart &file, uint64_t bytes);
+// Driver::adopt without page-locking.
+void adopt(Range range, const FilePart &file, uint32_t threads);
 
 // How many threads are worth starting to allocate or free so many bytes: at most the cores this process may use.
 uint32_t useful_threads(uint64_t bytes) noexcept;

@@ -39,7 +39,7 @@ MUTANTS = (
     Mutant(
         "m4-host-memory-of-a-failed-sleep-is-kept",
         IMAGES,
-        "            for image, part in committed:\n                self._decommit(image, part)\n",
+        "            self.give_back(committed)\n",
         "",
         "every sleep that fails for want of host memory leaves less of it",
         SLEEP_TESTS + "test_m4_host_memory_that_was_got_for_a_failed_sleep_is_given_back",
@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "m4-host-limit-ignored",
         IMAGES,
-        "        self._require_room(segments)\n",
-        "",
+        "if self._limit_bytes is not None and self.committed_bytes + needed > self._limit_bytes:",
+        "if self._limit_bytes is not None and self.committed_bytes + needed < 0:",
         "images take the memory that the machine needs",
         SLEEP_TESTS + "test_m4_no_host_memory_leaves_everything_mapped_and_undoes_the_hooks",
     ),

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "gpu-tests-beside-a-measurement",
         BOARD,
-        "return len(here) < self._share if shared else not here",
-        "return len(here) < self._share",
+        "return len(here) < self._most() if shared else not here",
+        "return len(here) < self._most()",
         "tests run on the GPU that is measured",
         NOBODY_DISTURBED,
     ),

@@ -8,6 +8,7 @@ import datetime
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -172,7 +173,9 @@ class Run:
         part, log = start.part, self._logs / f"{start.part.name.replace(':', '-')}.log"
         began, when = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         environment = {**self._place.environment, **part.environment, **self._place.shows(start.gpus)}
-        with log.open("wb") as file:
+        with log.open("wb") as file, tempfile.TemporaryDirectory(prefix="torpor-gpu-") as empty:
+            if part.cold:
+                environment |= {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
             watched = Watched([self._place.python, *part.arguments], file.fileno(), environment, cwd=ROOT)
             self._watched.append(watched)
             if self._stopping:  # the signal came in between

@@ -9,6 +9,8 @@ from parts import Part, Use
 
 SHARE = 4
 """Parts that may share a GPU at once."""
+QUIET_SHARE = 2
+"""While something is measured on another GPU: four took a quarter of 32 cores."""
 
 
 Takes = Callable[[Part], float]
@@ -71,7 +73,11 @@ class Board:
     def _may_use(self, gpu: int, part: Part) -> bool:
         here = self._on(gpu)
         shared = part.use is Use.SHARED and all(other.use is Use.SHARED for other in here)
-        return len(here) < self._share if shared else not here
+        return len(here) < self._most() if shared else not here
+
+    def _most(self) -> int:
+        measuring = any(start.part.use is Use.MEASURED for start in self.running.values())
+        return min(self._share, QUIET_SHARE) if measuring else self._share
 
     def _on(self, gpu: int) -> list[Part]:
         return [start.part for start in self.running.values() if gpu in start.gpus]

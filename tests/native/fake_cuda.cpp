@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -321,9 +323,27 @@ FAKE CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handl
   allocations[*handle] = {dup(fd), static_cast<size_t>(status.st_size), false, 0};
   return kSuccess;
 }
-FAKE CUresult cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
+namespace {
+
+// Is a page of it mapped for reading only?
+bool read_only(CUdeviceptr start, size_t bytes) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long long from = 0, to = 0;
+    char permissions[8] = {};
+    if (std::sscanf(line.c_str(), "%llx-%llx %7s", &from, &to, permissions) != 3) continue;
+    if (from < start + bytes && to > start && permissions[1] != 'w') return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+FAKE CUresult cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags) {
   Lock lock(mutex);
   const auto start = reinterpret_cast<CUdeviceptr>(at);
+  // As an H200 with driver 580 does.
+  if ((flags & kHostReadOnly) == 0 && read_only(start, bytes)) return bad(kInvalid);
   const auto next = registered.upper_bound(start);
   if (next != registered.end() && next->first < start + bytes) return bad(kInvalid);
   if (next != registered.begin() && std::prev(next)->first + std::prev(next)->second > start) return bad(kInvalid);

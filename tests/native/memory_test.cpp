@@ -1,4 +1,5 @@
 // How much host memory may be taken: the machine's, and every enclosing cgroup's. Arenas that respect it.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -170,6 +171,93 @@ TEST(arena_commit_that_fails_changes_nothing) {
   CHECK_EQ(arena.committed(), 8 * kMiB);
   OK(tp_arena_destroy(arena.handle, &err));
   device.close();
+}
+
+namespace {
+
+// A memfd of `bytes`, each page filled with its number from `first` on.
+int memory_file(uint64_t bytes, unsigned char first, int seals) {
+  const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  std::vector<unsigned char> page(4096);
+  for (uint64_t at = 0; at < bytes; at += page.size()) {
+    std::fill(page.begin(), page.end(), static_cast<unsigned char>(first + at / page.size()));
+    CHECK_EQ(pwrite(fd, page.data(), page.size(), static_cast<off_t>(at)), static_cast<ssize_t>(page.size()));
+  }
+  CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+  const int reader = open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC);
+  close(fd);
+  return reader;
+}
+
+constexpr int kSealed = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
+
+}  // namespace
+
+TEST(arena_adopts_a_sealed_file_and_lets_go) {
+  fixture::Device device;
+  const TestArena arena(device, 64 * kMiB);
+  const int fd = memory_file(3 * kMiB, 1, kSealed);
+  OK(tp_arena_commit(arena.handle, 0, 4 * kMiB, 1, &err));
+  std::memset(arena.at(0), 200, 4 * kMiB);
+  OK(tp_arena_adopt(arena.handle, kMiB, 2 * kMiB, fd, 4096, 2, &err));
+  close(fd);
+  CHECK_EQ(arena.committed(), 4 * kMiB);
+  CHECK_EQ(fixture::file_bytes(arena.address, 64 * kMiB), 2 * kMiB);
+  CHECK_EQ(*arena.at(kMiB - 1), 200);
+  CHECK_EQ(*arena.at(kMiB), 2);
+  CHECK_EQ(*arena.at(kMiB + 4096), 3);
+  CHECK_EQ(*arena.at(3 * kMiB), 200);
+  OK(tp_arena_decommit(arena.handle, kMiB, kMiB, &err));  // half of it, then all
+  CHECK_EQ(arena.committed(), 3 * kMiB);
+  CHECK_EQ(fixture::file_bytes(arena.address, 64 * kMiB), kMiB);
+  CHECK_EQ(*arena.at(2 * kMiB), static_cast<unsigned char>(2 + 256));
+  OK(tp_arena_commit(arena.handle, kMiB, kMiB, 1, &err));
+  *arena.at(kMiB) = 9;  // memory of its own again
+  OK(tp_arena_destroy(arena.handle, &err));
+  CHECK_EQ(device.stats().committed_bytes, 0u);
+  device.close();
+}
+
+TEST(arena_adopts_only_what_nobody_can_change) {
+  fixture::Device device;
+  const TestArena arena(device, 64 * kMiB);
+  OK(tp_arena_commit(arena.handle, 0, kMiB, 1, &err));
+  *arena.at(0) = 5;
+  const int sealed = memory_file(kMiB, 1, kSealed), open_to_all = memory_file(kMiB, 1, F_SEAL_SHRINK | F_SEAL_GROW);
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, kMiB, open_to_all, 0, 1, &err), TP_INVALID);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, kMiB, ends[0], 0, 1, &err), TP_INVALID);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, kMiB, -1, 0, 1, &err), TP_INVALID);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, kMiB, sealed, 4096, 1, &err), TP_INVALID);  // too short
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, 4096, sealed, 100, 1, &err), TP_INVALID);   // no whole page
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 100, 4096, sealed, 0, 1, &err), TP_INVALID);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 64 * kMiB, 4096, sealed, 0, 1, &err), TP_INVALID);
+  CHECK_EQ(*arena.at(0), 5);
+  for (const int fd : {sealed, open_to_all, ends[0], ends[1]}) close(fd);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+}
+
+TEST(arena_adopt_that_fails_leaves_the_range_without_memory) {
+  fixture::Device device;
+  const TestArena arena(device, 64 * kMiB);
+  const int fd = memory_file(kMiB, 1, kSealed);
+  OK(tp_arena_commit(arena.handle, 0, 2 * kMiB, 1, &err));
+  device.arm(TP_OP_COMMIT, 1);
+  CHECK_STATUS(tp_arena_adopt(arena.handle, 0, kMiB, fd, 0, 1, &err), TP_HOST_MEMORY);
+  CHECK_EQ(arena.committed(), kMiB);
+  OK(tp_arena_adopt(arena.handle, 0, kMiB, fd, 0, 1, &err));
+  CHECK_EQ(arena.committed(), 2 * kMiB);
+  close(fd);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+}
+
+TEST(host_memory_that_is_free_is_told) {
+  uint64_t bytes = 0;
+  OK(tp_host_free_bytes(&bytes, &err));
+  CHECK(bytes > 0 && bytes < fixture::kTooMuch);
 }
 
 TEST(arena_is_page_locked_exactly_where_it_is_committed) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import runpy
@@ -201,6 +202,15 @@ for result in run.all(tried):
     assert rest.splitlines()[-3:] == ["one fine", "two ended by SIGTERM", "three not begun: ended by SIGTERM"]
 
 
+def test_a_first_start_finds_no_compiled_kernels(on_gpu: dict[str, Any], tmp_path: Path) -> None:
+    code = "import os; print(os.environ.get('TRITON_CACHE_DIR', 'shared'))"
+    warm = part(on_gpu, "warm", code)
+    cold = dataclasses.replace(warm, name="cold", cold=True)
+    said = [result.says for result in run_all(on_gpu, tmp_path, warm, cold)]
+    assert said[0] == "shared"
+    assert not Path(said[1]).parent.exists()
+
+
 # ---- the plan ---------------------------------------------------------------------------------------------------------------
 
 
@@ -247,11 +257,17 @@ def test_whatever_parts_take_nobody_is_disturbed_and_the_deadline_holds(on_gpu: 
             assert not same_gpu
         else:
             assert all(other.part.use is use.SHARED for other in same_gpu)
+    for at in sorted({begun for begun, _, _ in done.values()}):
+        now = [start for begun, ended, start in done.values() if begun <= at < ended]
+        measuring = any(start.part.use is use.MEASURED and done[start.part.name][0] < at for start in now)
+        begins = [start for start in now if start.part.use is use.SHARED and done[start.part.name][0] == at]
+        if measuring and begins:
+            assert sum(start.part.use is use.SHARED for start in now) <= on_gpu["board"].QUIET_SHARE
 
 
 def test_when_time_is_short_the_goals_come_first(on_gpu: dict[str, Any]) -> None:
     done = played(on_gpu, all_parts(on_gpu, 1), 1, 400)
-    assert list(done)[:2] == ["engine", "sleep"]
+    assert list(done)[:2] == ["sleep", "peers"]
     assert "transfer" in done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torpor.engine.worker import HOST_KV_BYTES, Worker
 from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.config import CacheConfig
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
-from torpor.memory import Content, Memory
+from torpor.memory import Content, Memory, MemoryConfig, sharing
 from torpor.models import ModelConfig, resolve_model
 from torpor.scheduler.output import SchedulerOutput
 
@@ -270,3 +271,55 @@ def test_images_are_prepared_at_start_up_only_where_configured(folder: Path, pre
         assert (after["weights"] > 0, after["kv_cache"]) == (True, 0)
     finally:
         worker.shutdown()
+
+
+def sharing_worker(folder: Path) -> Worker:
+    config = EngineConfig(
+        model=ModelConfig(source=str(folder), threads=1),
+        memory=MemoryConfig(driver="host", share_images=True, chunk_bytes=64 << 10),
+        sleep=SleepConfig(enable_sleep_mode=True),
+        **cache(num_blocks=8),
+    )
+    made = Worker(config, resolve_model(config.model))
+    made.load()
+    return made
+
+
+def test_workers_of_the_same_model_share_the_weights_image(tmp_path: Path) -> None:
+    save_tiny(tmp_path, seed=os.getpid() + 1)
+    first, second = sharing_worker(tmp_path), sharing_worker(tmp_path)
+    try:
+        shared = second.memory.stats().tag("weights").shared_image_bytes
+        assert shared == second.memory.stats().host_committed_bytes > 0
+        assert "0 of them found" in first.facts["weights' image"]
+        assert f"{shared / 2**20:.0f} MiB shared, {shared / 2**20:.0f} of them found" in second.facts["weights' image"]
+        for made in (first, second):
+            assert made.memory.sleep({"weights": "host"}).tags[0].copied_bytes == 0
+            made.memory.wake()
+        second.memory.sleep({"weights": "discard"})
+        assert second.memory.stats().host_committed_bytes == 0
+        second.memory.wake()
+        second.reload_weights()
+        assert second.memory.stats().tag("weights").shared_image_bytes == shared, "level 2 shares again"
+    finally:
+        first.shutdown()
+        second.shutdown()
+
+
+def test_a_worker_that_cannot_share_goes_on_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharing, "find_files", lambda keys: (_ for _ in ()).throw(OSError("no /proc")))
+    made = sharing_worker(folder)
+    try:
+        assert "no /proc" in made.facts["weights' image"]
+        assert "no /proc" in caplog.text
+        assert made.memory.sleep({"weights": "host"}).tags[0].copied_bytes > 0
+        made.memory.wake()
+    finally:
+        made.shutdown()
+
+
+def test_sharing_images_without_sleep_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="enable_sleep_mode"):
+        EngineConfig(model=ModelConfig(source=str(folder)), memory=MemoryConfig(share_images=True))

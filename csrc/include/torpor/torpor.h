@@ -190,6 +190,13 @@ tp_status tp_arena_destroy(tp_arena *arena, tp_error *err);
 tp_status tp_arena_commit(tp_arena *arena, uint64_t offset, uint64_t bytes, uint32_t threads, tp_error *err);
 /* Gives the memory of the whole pages inside the range back; they read as zeros if they are committed again. */
 tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_t bytes, tp_error *err);
+/* Maps [file_offset, file_offset + bytes) of a memory file over whole pages of the arena: shared with whoever has the file, read-only, page-locked
+ * where the driver wants that. What was committed there is given back first. The range counts as committed until it is decommitted; the file's
+ * descriptor stays the caller's, and may be closed. TP_INVALID unless the file is a memfd whose content and size are sealed. After another
+ * failure the range is not committed. */
+tp_status tp_arena_adopt(tp_arena *arena, uint64_t offset, uint64_t bytes, int32_t fd, uint64_t file_offset, uint32_t threads, tp_error *err);
+/* Host memory that this process may still take without putting anybody in danger: the machine's, within every memory cgroup around it. */
+tp_status tp_host_free_bytes(uint64_t *bytes, tp_error *err);
 
 /* ---- memory for torch ----------------------------------------------------------------------------------------------------- */
 /* torch's CUDAPluggableAllocator calls a pair of plain functions. Slot i has the pair tp_torch_alloc_i and tp_torch_free_i (declared

@@ -2,7 +2,7 @@
 
 from .device import ChunkImage, Device, Span
 from .library import find_library
-from .objects import Arena, Import, Region, buffer_at
+from .objects import Arena, Import, Region, buffer_at, host_free_bytes
 from .torch_slot import TorchMode, TorchNews, TorchSlot, keep_forever, let_go
 from .types import CopyKind, DeviceStats, ExtentInfo, Op
 
@@ -22,6 +22,7 @@ __all__ = [
     "TorchSlot",
     "buffer_at",
     "find_library",
+    "host_free_bytes",
     "keep_forever",
     "let_go",
 ]

@@ -124,6 +124,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),
     "tp_arena_decommit": (_HANDLE, c_uint64, c_uint64),
+    "tp_arena_adopt": (_HANDLE, c_uint64, c_uint64, c_int32, c_uint64, c_uint32),
+    "tp_host_free_bytes": (_U64P,),
     "tp_torch_open": (_HANDLE, c_int32, c_uint64, c_uint32, c_char_p, POINTER(c_uint32)),
     "tp_torch_set_mode": (c_uint32, c_int32),
     "tp_torch_take": (c_uint32, _HANDLE_OUT, c_uint64, _U64P, _U64P, c_uint64, _U64P),

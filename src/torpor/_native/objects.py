@@ -145,8 +145,25 @@ class Arena(Owned):
         """Gives the memory of whole pages inside the range back."""
         call("tp_arena_decommit", self.handle, unsigned("offset", offset), unsigned("nbytes", nbytes))
 
+    def adopt(self, offset: int, nbytes: int, fd: int, file_offset: int, threads: int = 1) -> None:
+        """Maps a part of a sealed memory file over whole pages, shared and read-only; it counts as committed. What was committed
+        there is given back first. ``fd`` stays the caller's, and may be closed.
+
+        ConfigurationError, with nothing changed, for a file that is not sealed or too short. After another error the range is not
+        committed.
+        """
+        place = unsigned("offset", offset), unsigned("nbytes", nbytes)
+        call("tp_arena_adopt", self.handle, *place, fd, unsigned("file_offset", file_offset), threads)
+
     def __repr__(self) -> str:
         return f"<Arena {self.nbytes} bytes{' closed' if self.closed else ''}>"
+
+
+def host_free_bytes() -> int:
+    """Host memory that this process may still take without putting anybody in danger, within every memory cgroup around it."""
+    out = ctypes.c_uint64()
+    call("tp_host_free_bytes", ctypes.byref(out))
+    return out.value
 
 
 def buffer_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:

@@ -136,6 +136,13 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         parse=parse_bytes,
         metavar="SIZE",
     ),
+    _flag(
+        SLEEP,
+        MemoryConfig,
+        "share_images",
+        "Engines of this host and user that have the same weights share the weights' host image: one copy for all of them. It is "
+        "made at start-up.",
+    ),
     _flag(SLEEP, MemoryConfig, "copy_threads", "Threads that copy to and from images. Default: the usable cores, at most 12."),
     _flag(
         TRANSFER,

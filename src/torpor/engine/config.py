@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torpor.connectors.config import ConnectorConfig
+from torpor.errors import ConfigurationError
 from torpor.kvcache.config import CacheConfig
 from torpor.memory.config import MemoryConfig
 from torpor.models.config import ModelConfig
@@ -38,3 +39,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     connector: ConnectorConfig | None = None
     sleep: SleepConfig = field(default_factory=SleepConfig)
+
+    def __post_init__(self) -> None:
+        """ConfigurationError for settings that contradict each other."""
+        if self.memory.share_images and not self.sleep.pools:
+            message = "share_images shares the images of a sleep: it needs enable_sleep_mode or enable_pools"
+            raise ConfigurationError(message, setting="share_images", value=True)

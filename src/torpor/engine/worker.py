@@ -4,6 +4,7 @@ of it."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,17 @@ from torpor.engine.runner import Runner
 from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import KVCacheSpec
-from torpor.memory import Memory
+from torpor.memory import Memory, SharingReport
 from torpor.models import LoadedModel, ResolvedModel, load_model
 from torpor.models.hardware import available_memory_bytes, usable_cores
-from torpor.models.loader import RUNTIME_TAG
+from torpor.models.loader import RUNTIME_TAG, WEIGHTS_TAG
 from torpor.scheduler.output import RunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from torpor._native import Device
     from torpor.models.gguf_convert import Progress
+
+log = logging.getLogger(__name__)
 
 HOST_KV_BYTES = 2 << 30  # on the host, memory is shared with everybody: without a setting the KV cache takes at most this
 HOST_KV_FRACTION = 0.25  # ... and at most this part of what is free
@@ -50,6 +53,7 @@ class Worker:
         self._spec: KVCacheSpec | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._connector: KVConnectorWorker | None = None
+        self._sharing: SharingReport | None = None
 
     def load(self, progress: Progress = lambda what, done: None) -> None:
         """Load the model: its tensors go into the pools ``weights`` and ``runtime``. ModelError, DeviceMemoryError."""
@@ -58,9 +62,9 @@ class Worker:
         progress("loading weights", 0.0)
         if self._on_gpu:
             use_gpu(self.memory.config.device)
-        self._model = load_model(
-            self.resolved, self.config.model, self.memory, through_images=self._on_gpu and self._prepares_images
-        )
+        through_images = self._on_gpu and self._prepares_images and not self._shares_images
+        self._model = load_model(self.resolved, self.config.model, self.memory, through_images=through_images)
+        self._share_images()
         progress("loading weights", 1.0)
 
     @property
@@ -106,6 +110,18 @@ class Worker:
             cache = self.config.cache
             return kv_budget_bytes(self.model, self.config.scheduler, cache.block_size, cache.gpu_memory_utilization)
         return min(HOST_KV_BYTES, int(HOST_KV_FRACTION * available_memory_bytes()))
+
+    @property
+    def _shares_images(self) -> bool:
+        return self.config.sleep.pools and self.config.memory.share_images
+
+    def _share_images(self) -> None:
+        if self._shares_images:
+            if self._on_gpu:
+                let_go(self.memory.config.device)
+            self._sharing = self.memory.share_images(WEIGHTS_TAG)
+            if self._sharing.private_bytes:
+                log.warning("the weights' image: %s", self._sharing)
 
     @property
     def _prepares_images(self) -> bool:
@@ -156,15 +172,16 @@ class Worker:
     @property
     def facts(self) -> dict[str, str]:
         """Lines of the start-up table."""
+        images = {"weights' image": str(self._sharing)} if self._sharing else {}
         if not self._on_gpu:
-            return {"threads": str(self.threads)}
+            return {"threads": str(self.threads), **images}
         obstacle, runner = self.graph_obstacle, self._runner
         graphs = (
             f"{runner.captures}, up to {runner.buckets[-1]} sequences" if isinstance(runner, GraphRunner) else f"none: {obstacle}"
         )
         layers = "as transformers computes them" if self.model.fused is None else "fused"
         names = {"attention": self.model.backend.name, "layers": layers, "CUDA graphs": graphs}
-        return {**gpu_facts(self.memory.config.device), **names}
+        return {**gpu_facts(self.memory.config.device), **names, **images}
 
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
         """Give the connector the runner's own KV tensors. Called outside every pool: what the connector allocates while it
@@ -199,7 +216,8 @@ class Worker:
     def reload_weights(self) -> None:
         """Fill ``weights`` from the model's source again, after a wake that left it lost, and mark it valid (level 2)."""
         self.model.reload_weights()
-        self.memory.mark_valid("weights")
+        self.memory.mark_valid(WEIGHTS_TAG)
+        self._share_images()
 
     def reset_runtime(self) -> None:
         """Compute ``runtime`` again, after a wake that left it lost, and mark it valid. Of the runner's inputs every step writes

@@ -9,6 +9,7 @@
 from torpor.memory.config import MemoryConfig
 from torpor.memory.drivers import choose_driver
 from torpor.memory.ledger import ExportedPool, ExportedRegion, ExportLedger, Grant
+from torpor.memory.loading import Staging
 from torpor.memory.memory import Memory
 from torpor.memory.pool import Pool
 from torpor.memory.types import (
@@ -20,6 +21,7 @@ from torpor.memory.types import (
     MemoryStats,
     Policy,
     Residency,
+    SharingReport,
     SleepReport,
     TagSleepReport,
     TagStats,
@@ -43,7 +45,9 @@ __all__ = [
     "Policy",
     "Pool",
     "Residency",
+    "SharingReport",
     "SleepReport",
+    "Staging",
     "TagSleepReport",
     "TagStats",
     "TagWakeReport",

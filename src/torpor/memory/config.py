@@ -24,6 +24,7 @@ class MemoryConfig:
     extent_bytes: int = BY_DRIVER  # size of one physical piece; rounded up to the driver's granularity
     chunk_bytes: int = 2 << 20  # what one content hash covers (M7)
     host_limit_bytes: int | None = None  # cap on host images; None: what the machine and its cgroup have free
+    share_images: bool = False  # images of weights are shared with engines of this host that have the same
     copy_threads: int | None = None  # None: the cores this process may use, at most 12
 
     def __post_init__(self) -> None:

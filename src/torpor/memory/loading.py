@@ -1,9 +1,15 @@
 """Filling tensors through their host images: the bytes reach the device by the fastest copy there is, and the image that the next
-sleep needs exists already."""
+sleep needs exists already.
+
+In steps, the three things that take time go on at once: host memory is taken (and page-locked) in the order of addresses, what
+has memory is written by the caller, and chunks that are written go to the device and are checked there.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +28,8 @@ from torpor.memory.types import Content, Residency
 if TYPE_CHECKING:
     import torch
 
+COPY_CHUNKS = 128  # go to the device together
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -30,50 +38,183 @@ class _Place:
     offset: int
 
 
+class Staging:
+    """What the caller of ``Memory.load_in_steps`` writes to, from any thread."""
+
+    def __init__(self, loading: Loading, tensors: list[torch.Tensor]) -> None:
+        self._loading = loading
+        self.tensors = tensors  # like those asked for, over their bytes in the images; only those that are ready have memory
+
+    def ready(self, index: int) -> None:
+        """Blocks until tensor ``index`` can be written. HostMemoryError, DeviceError: it never will."""
+        self._loading.wait_for(index)
+
+    def written(self, index: int) -> None:
+        """Tensor ``index`` has its bytes, and is not written any more."""
+        self._loading.note_written(index)
+
+
 class Loading:
-    """One call of ``Memory.load_through_images``, under the transaction's lock."""
+    """One call of ``Memory.load_in_steps`` or ``load_through_images``, under the transaction's lock."""
 
     def __init__(self, shared: Shared, pools: Iterable[Pool], tensors: Sequence[torch.Tensor]) -> None:
         """ConfigurationError, StateError as there."""
         self._shared = shared
         known = tuple(pools)
-        self._places = [_place_of(tensor, known) for tensor in tensors if tensor.nbytes]
+        self._places = {i: _place_of(tensor, known) for i, tensor in enumerate(tensors) if tensor.nbytes}
         self._tensors = tensors
-        self._segments = list(dict.fromkeys(p.segment for p in self._places))
+        self._segments = list(dict.fromkeys(p.segment for p in self._places.values()))
+        self._state = threading.Condition()
+        self._missing: dict[Segment, Mask] = {}  # chunks without memory
+        self._pending: dict[Segment, npt.NDArray[np.int64]] = {}  # tensors per chunk that are not written
+        self._complete: dict[Segment, Mask] = {}  # written, and not sent
+        self._unwritten = set(self._places)
+        self._taken: list[tuple[Segment, Mask]] = []
+        self._taking: Future[None] | None = None
+        self._sending: list[Future[None]] = []
+        self._taker, self._sender = ThreadPoolExecutor(1, "torpor-take"), ThreadPoolExecutor(1, "torpor-send")
 
-    def begin(self) -> list[torch.Tensor]:
-        """Tensors like those asked for, over their bytes in the images. HostMemoryError with nothing changed, DeviceError."""
-        images, chunk_bytes = self._shared.images, self._shared.config.chunk_bytes
-        images.provide(self._segments)
-        touched = {s: self._touched(s, chunk_bytes) for s in self._segments}
-        # What others have in the same chunks must be in the image before these chunks go to the device.
-        images.save(self._segments, Phases(), only={s: mask & ~self._whole(s, mask) for s, mask in touched.items()})
-        self._touched_of = touched
+    def begin(self) -> Staging:
+        """HostMemoryError with nothing changed, DeviceError."""
+        images = self._shared.images
+        touched = {s: self._touched(s) for s in self._segments}
+        images.unshare(touched)
+        images.place_images(self._segments)
+        neighbours = {s: mask & ~self._whole(s, mask) for s, mask in touched.items()}
+        if any(mask.any() for mask in neighbours.values()):
+            # What others have in the same chunks must be in the image before these chunks go to the device.
+            images.save(self._segments, Phases(), only=neighbours)
         images.doubt(touched)
-        where = {id(p.tensor): images.address_of(p.segment) + p.offset for p in self._places}
-        return [_host_view(t, where.get(id(t), 0)) for t in self._tensors]
+        for segment in self._segments:
+            self._missing[segment] = images.missing(segment)
+            self._pending[segment] = self._writers(segment)
+            self._complete[segment] = np.zeros_like(touched[segment])
+        self._taking = self._taker.submit(self._take_memory)
+        where = {i: images.address_of(p.segment) + p.offset for i, p in self._places.items()}
+        return Staging(self, [_host_view(t, where.get(i, 0)) for i, t in enumerate(self._tensors)])
+
+    def wait_for_all(self) -> None:
+        """All memory is there. HostMemoryError: nothing has changed."""
+        assert self._taking is not None
+        _raise_from(self._taking)
 
     def finish(self) -> None:
-        """Copies the images' bytes to the device and checks them. DeviceError: the tensors may hold anything; load again."""
-        self._shared.images.load(self._touched_of)
+        """Copies to the device what was not told to be written, and waits until all is there and checked. HostMemoryError,
+        DeviceError: the tensors may hold anything; load again."""
+        self.wait_for_all()
+        for index in list(self._unwritten):
+            self.note_written(index)
+        with self._state:
+            self._send(1)
+        while self._sending:
+            _raise_from(self._sending.pop(0))
+
+    def close(self) -> None:
+        """Nothing goes on any more."""
+        for sent in self._sending:
+            sent.cancel()
+        self._taker.shutdown()
+        self._sender.shutdown()
+        if self._taking is not None and self._taking.exception() is not None:
+            # Not before: the caller may have been writing to what it was told is there.
+            self._shared.images.give_back(self._taken)
+        # An error that is kept keeps this object, by way of its traceback; it must not keep the tensors.
+        self._sending, self._taking, self._places, self._tensors = [], None, {}, ()
+
+    # ---- steps, on any thread -----------------------------------------------------------------------------------------------
+
+    def wait_for(self, index: int) -> None:
+        place = self._places.get(index)
+        if place is None:
+            return
+        assert self._taking is not None
+        chunks = slice(*self._chunk_range(place))
+        with self._state:
+            while self._missing[place.segment][chunks].any():
+                if self._taking.done():
+                    _raise_from(self._taking)
+                self._state.wait(0.05)
+
+    def note_written(self, index: int) -> None:
+        with self._state:
+            if index not in self._unwritten:
+                return
+            self._unwritten.remove(index)
+            place = self._places[index]
+            chunks = slice(*self._chunk_range(place))
+            pending = self._pending[place.segment]
+            pending[chunks] -= 1
+            self._complete[place.segment][chunks] |= pending[chunks] == 0
+            self._send(COPY_CHUNKS)
+
+    def _take_memory(self) -> None:
+        for segment in self._segments:
+            self._shared.images.provide_in_parts(segment, self._note_memory)
+
+    def _note_memory(self, segment: Segment, part: Mask) -> None:
+        self._taken.append((segment, part))
+        with self._state:
+            self._missing[segment] &= ~part
+            self._state.notify_all()
+
+    def _send(self, least: int) -> None:
+        """To the device, when so many chunks are complete."""
+        if sum(int(mask.sum()) for mask in self._complete.values()) >= least:
+            batch = {s: mask.copy() for s, mask in self._complete.items() if mask.any()}
+            for mask in self._complete.values():
+                mask[:] = False
+            self._sending.append(self._sender.submit(self._shared.images.load, batch))
+
+    # ---- where things lie ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return self._shared.config.chunk_bytes
+
+    def _in(self, segment: Segment) -> list[_Place]:
+        return [p for p in self._places.values() if p.segment is segment]
 
     def _spans(self, segment: Segment) -> list[tuple[int, int]]:
         """[start, end) of what is loaded, with the padding that belongs to it."""
-        places = [p for p in self._places if p.segment is segment]
-        return [(p.offset, min(segment.nbytes, p.offset + round_up(p.tensor.nbytes, ALIGN_BYTES))) for p in places]
+        return [_span_of(p) for p in self._in(segment)]
 
-    def _touched(self, segment: Segment, chunk_bytes: int) -> Mask:
-        mask = np.zeros_like(segment.live(chunk_bytes))
-        for start, end in self._spans(segment):
-            mask[start // chunk_bytes : -(-end // chunk_bytes)] = True
+    def _chunk_range(self, place: _Place) -> tuple[int, int]:
+        start, end = _span_of(place)
+        return start // self._chunk_bytes, -(-end // self._chunk_bytes)
+
+    def _touched(self, segment: Segment) -> Mask:
+        mask = np.zeros_like(segment.live(self._chunk_bytes))
+        for place in self._in(segment):
+            mask[slice(*self._chunk_range(place))] = True
         return mask
+
+    def _writers(self, segment: Segment) -> npt.NDArray[np.int64]:
+        """Per chunk, how many of the tensors lie in it."""
+        out = np.zeros(len(segment.live(self._chunk_bytes)), dtype=np.int64)
+        for place in self._in(segment):
+            out[slice(*self._chunk_range(place))] += 1
+        return out
 
     def _whole(self, segment: Segment, touched: Mask) -> Mask:
         """Chunks in which nothing lives but what is loaded."""
-        chunk_bytes = self._shared.config.chunk_bytes
-        loaded = _bytes_per_chunk(_merged(self._spans(segment)), len(touched), chunk_bytes)
-        living = _bytes_per_chunk([(o, o + size) for o, size in segment.layout.pieces], len(touched), chunk_bytes)
+        loaded = _bytes_per_chunk(_merged(self._spans(segment)), len(touched), self._chunk_bytes)
+        living = _bytes_per_chunk([(o, o + size) for o, size in segment.layout.pieces], len(touched), self._chunk_bytes)
         return loaded >= living
+
+
+def _raise_from(future: Future[None]) -> None:
+    """What it failed with, once it is done. An error that is kept must not keep the tensors, by a cycle through these frames."""
+    error = future.exception()
+    del future
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _span_of(place: _Place) -> tuple[int, int]:
+    return place.offset, min(place.segment.nbytes, place.offset + round_up(place.tensor.nbytes, ALIGN_BYTES))
 
 
 def _place_of(tensor: torch.Tensor, pools: Sequence[Pool]) -> _Place:

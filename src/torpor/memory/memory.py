@@ -16,15 +16,17 @@ from torpor.memory.config import MemoryConfig
 from torpor.memory.drivers import choose_driver
 from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
+from torpor.memory.image_files import why_impossible
 from torpor.memory.integrity import check_integrity
 from torpor.memory.ledger import ExportedPool, ExportLedger
-from torpor.memory.loading import Loading
+from torpor.memory.loading import Loading, Staging
 from torpor.memory.orphans import adopt_orphans
 from torpor.memory.pool import Pool
 from torpor.memory.settings import PoolSettings, checked_policy
 from torpor.memory.shared import Shared
+from torpor.memory.sharing import share_pool
 from torpor.memory.sleep import Move, Sleep, plan_move
-from torpor.memory.types import Content, ImageUse, MemoryStats, Policy, Residency, SleepReport, WakeReport
+from torpor.memory.types import Content, ImageUse, MemoryStats, Policy, Residency, SharingReport, SleepReport, WakeReport
 from torpor.memory.wake import Wake
 
 if TYPE_CHECKING:
@@ -40,10 +42,13 @@ class Memory:
     """
 
     def __init__(self, config: MemoryConfig | None = None, *, device: Device | None = None) -> None:
-        """``device``: one that is open already; it stays the caller's. ConfigurationError when the driver is not available."""
+        """``device``: one that is open already; it stays the caller's. ConfigurationError when the driver is not available, and
+        when images are to be shared where that cannot work."""
         asked = config or MemoryConfig()
         driver = device.driver if device else choose_driver(asked.driver, asked.device)
         self.config = dataclasses.replace(asked, driver=driver)
+        if asked.share_images and (reason := why_impossible()):
+            raise ConfigurationError(f"images cannot be shared here: {reason}", setting="share_images", value=True)
         self._owns_device = device is None
         self._shared = Shared(self.config, device or Device.open(self.config.driver, self.config.device))
         self._pools: dict[str, Pool] = {}
@@ -130,6 +135,22 @@ class Memory:
                 self._shared.images.save(segments, Phases())
             return self._shared.images.committed_bytes - before
 
+    def share_images(self, tag: str) -> SharingReport:
+        """Makes the images of a resident tag now, in memory that every engine of this host with the same content uses: what
+        another one has made is used, the rest is made for others to find. Blocks: it reads all of the content, and waits for an
+        engine that is making the same.
+
+        What cannot be shared is as it was, or has no image: the report says why, and a sleep makes a private one. Content that
+        changes makes its image private again, by the sleep that finds it changed; to share it anew call this again. The memory
+        goes with the last process that uses it. StateError unless the tag is resident and its content valid.
+        """
+        with self._shared.transaction("sharing of images"):
+            pool = self._pool_named(tag)
+            if pool.residency is not Residency.RESIDENT or pool.content is not Content.VALID:
+                message = f"tag {tag!r} is {pool.residency.value}, its content {pool.content.value}: fill or wake it first"
+                raise StateError(message, state=pool.residency.value, tag=tag)
+            return share_pool(self._shared, pool)
+
     @contextlib.contextmanager
     def load_through_images(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Fills tensors by way of their host images: ``with memory.load_through_images(tensors) as staging: ...``.
@@ -143,10 +164,31 @@ class Memory:
         structural calls of other threads wait. ConfigurationError, StateError, HostMemoryError: nothing has changed. DeviceError:
         the content is undefined; load again.
         """
-        with self._shared.transaction("load"):
-            loading = Loading(self._shared, self._pools.values(), tensors)
+        with self._loading(tensors) as loading:
+            staging = loading.begin()
+            loading.wait_for_all()
+            yield staging.tensors
+            loading.finish()
+
+    @contextlib.contextmanager
+    def load_in_steps(self, tensors: Sequence[torch.Tensor]) -> Iterator[Staging]:
+        """``load_through_images`` in which taking host memory, writing and copying go on at once.
+
+        ``with memory.load_in_steps(tensors) as staging``: write ``staging.tensors[i]`` after ``staging.ready(i)`` and then call
+        ``staging.written(i)``, on any threads; memory comes in the order of addresses. What was not called written is when the
+        block ends. When it raises, or ends in an error, the content of all the tensors is undefined: load again.
+        """
+        with self._loading(tensors) as loading:
             yield loading.begin()
             loading.finish()
+
+    @contextlib.contextmanager
+    def _loading(self, tensors: Sequence[torch.Tensor]) -> Iterator[Loading]:
+        with (
+            self._shared.transaction("load"),
+            contextlib.closing(Loading(self._shared, self._pools.values(), tensors)) as loading,
+        ):
+            yield loading
 
     def release_images(self, tag: str) -> int:
         """Gives back the host memory of images that a resident tag retains; the bytes. StateError while they are the content."""
@@ -212,13 +254,15 @@ class Memory:
     def stats(self) -> MemoryStats:
         """A snapshot. Never waits for a sleep or wake under way, changes nothing."""
         device = self._shared.device.stats()
+        tags = tuple(p.stats() for p in self._pools.values())
         return MemoryStats(
             driver=self._shared.device.driver,
             device=self.config.device,
-            tags=tuple(p.stats() for p in self._pools.values()),
+            tags=tags,
             mapped_bytes=device.mapped_bytes,
             condemned_bytes=device.condemned_bytes,
             host_committed_bytes=device.committed_bytes,
+            host_shared_bytes=sum(t.shared_image_bytes for t in tags),
             host_limit_bytes=self.config.host_limit_bytes,
             sleeps=self._sleeps,
             wakes=self._wakes,

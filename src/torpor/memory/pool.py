@@ -160,6 +160,7 @@ class Pool:
             resident_bytes=resident,
             allocated_bytes=sum(s.layout.used_bytes for s in segments),
             image_bytes=sum(s.image_bytes for s in segments),
+            shared_image_bytes=sum(s.shared_image_bytes for s in segments),
             exported=any(s.exported for s in segments),
             hooks=self._shared.hooks.count(self.tag),
             hooks_away=self._shared.hooks.away(self.tag),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torpor._native import Region
 from torpor.memory.images import Image
-from torpor.memory.layout import FreeList, Mask, chunks_of
+from torpor.memory.layout import FreeList, Mask, byte_runs, chunks_of
 from torpor.memory.procfs import fork_count
 
 if TYPE_CHECKING:
@@ -57,9 +57,17 @@ class Segment:
         image = self.image
         return 0 if image is None else image.committed_bytes
 
+    @property
+    def shared_image_bytes(self) -> int:
+        image = self.image
+        return 0 if image is None else image.shared_bytes
+
     def live(self, chunk_bytes: int) -> Mask:
         """The chunks that tensors lie in: what an image has to hold."""
         return chunks_of(self.layout, chunk_bytes)
+
+    def live_bytes(self, chunk_bytes: int) -> int:
+        return sum(size for _, size in byte_runs(self.live(chunk_bytes), chunk_bytes, self.nbytes))
 
     def covers(self, address: int) -> bool:
         return self.address <= address < self.address + self.nbytes

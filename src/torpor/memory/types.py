@@ -50,6 +50,7 @@ class TagStats:
     image_bytes: int  # content held in host images
     exported: bool
     hooks: int
+    shared_image_bytes: int = 0  # of image_bytes, in memory that engines of this host with the same content share
     hooks_away: int = 0  # of them, how many let go, or failed to come back: wake the tag, also if it is resident
 
 
@@ -64,9 +65,29 @@ class MemoryStats:
     host_limit_bytes: int | None
     sleeps: int
     wakes: int
+    host_shared_bytes: int = 0  # of host_committed_bytes, in shared images; they count in full for each who uses them
 
     def tag(self, name: str) -> TagStats:
         return next(t for t in self.tags if t.tag == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingReport:
+    """What ``Memory.share_images`` came to. What is not shared gets an image of its own by the next sleep or
+    ``prepare_images``."""
+
+    tag: str
+    shared_bytes: int  # of the tag's images, after the call
+    found_bytes: int  # of those, what another engine had made
+    made_bytes: int  # and what was made now, for others to find
+    private_bytes: int  # content that is in no shared image
+    problems: tuple[str, ...]  # why, in words; also of tries that went well in the end
+
+    def __str__(self) -> str:
+        shared = f"{self.shared_bytes / 2**20:.0f} MiB shared, {self.found_bytes / 2**20:.0f} of them found on this host"
+        if not self.private_bytes:
+            return shared
+        return f"{self.private_bytes / 2**20:.0f} MiB private ({'; '.join(self.problems)}), {shared}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

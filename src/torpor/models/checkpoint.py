@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 
 from torpor.errors import ModelError
 from torpor.models.device_reads import DeviceRead, read_to_device
+from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.hardware import usable_cores
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,6 +31,7 @@ _MAX_NAME = 255  # of a file
 _MAX_DIMS = 16
 _SMALL = 1 << 20  # parameters
 _CHUNK_BYTES = 16 << 20
+_PART_BYTES = 32 << 20  # of one tensor, read by one thread
 _MAX_READERS = 8
 
 _DTYPES = {
@@ -79,27 +82,39 @@ class Checkpoint:
         """Hash of every byte of every file: changes when any weight does. Reads all files, several chunks at a time."""
         return hash_files(self.files)
 
-    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill ``targets`` (same shapes; dtypes are converted) from the entries of the same names. ModelError when a file falls
-        short."""
+    def read_into(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
+        """Fill ``targets`` (same shapes; dtypes are converted) from the entries of the same names, in the order of their
+        addresses. ModelError when a file falls short."""
         for name, target in targets.items():
             _check_shape(self.entries[name], target)
         descriptors = {file: _open(file) for file in self.files}
         try:
             on_gpu = {name: target for name, target in targets.items() if target.is_cuda and target.is_contiguous()}
+            for name in on_gpu:
+                steps.before(name)
             read_to_device([_device_read(descriptors, self.entries[n], t) for n, t in on_gpu.items()], usable_cores())
-            with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
-                jobs = [
-                    pool.submit(_read_tensor, descriptors[entry.file], entry, target)
-                    for name, target in targets.items()
-                    if name not in on_gpu
-                    for entry in (self.entries[name],)
-                ]
-                for job in jobs:
-                    job.result()
+            for name in on_gpu:
+                steps.after(name)
+            self._read_on_host({n: t for n, t in targets.items() if n not in on_gpu}, descriptors, steps)
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
+
+    def _read_on_host(self, targets: Mapping[str, torch.Tensor], descriptors: Mapping[Path, int], steps: FillSteps) -> None:
+        with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
+            jobs = []
+            for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
+                entry = self.entries[name]
+                parts = _parts_of(entry, target)
+                progress = _Progress(name, len(parts), steps)
+                jobs += [pool.submit(_read_part, descriptors[entry.file], entry, part, progress) for part in parts]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                raise
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -253,15 +268,56 @@ def _device_read(descriptors: Mapping[Path, int], entry: TensorEntry, target: to
     return DeviceRead(descriptors[entry.file], str(entry.file), entry.offset, entry.nbytes, entry.dtype, target)
 
 
-def _read_tensor(descriptor: int, entry: TensorEntry, target: torch.Tensor) -> None:
-    direct = target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous()
-    landing = target if direct else torch.empty(entry.shape, dtype=entry.dtype)
+class _Progress:
+    """Tells the steps of one tensor that several threads read."""
+
+    def __init__(self, name: str, parts: int, steps: FillSteps) -> None:
+        self._name = name
+        self._left = parts
+        self._steps = steps
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        self._steps.before(self._name)
+
+    def end(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._steps.after(self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of an entry from ``start`` on, into ``target`` of its own."""
+
+    start: int
+    target: torch.Tensor
+
+
+def _parts_of(entry: TensorEntry, target: torch.Tensor) -> list[_Part]:
+    """Pieces that can be read at once; one where a conversion is between file and target."""
+    if target.device.type != "cpu" or target.dtype != entry.dtype or not target.is_contiguous() or not entry.nbytes:
+        return [_Part(0, target)]
+    size = entry.dtype.itemsize
+    pieces = torch.split(target.detach().reshape(-1), _PART_BYTES // size)
+    return [_Part(i * (_PART_BYTES // size) * size, piece) for i, piece in enumerate(pieces)]
+
+
+def _read_part(descriptor: int, entry: TensorEntry, part: _Part, progress: _Progress) -> None:
+    progress.begin()
+    direct = part.target.device.type == "cpu" and part.target.dtype == entry.dtype and part.target.is_contiguous()
+    landing = part.target if direct else torch.empty(entry.shape, dtype=entry.dtype)
     buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data
     done = 0
-    while done < entry.nbytes:
-        count = os.preadv(descriptor, [buffer[done:]], entry.offset + done)
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], entry.offset + part.start + done)
         if count == 0:
-            raise ModelError(f"{entry.file}: ends at byte {entry.offset + done}, within a tensor", path=str(entry.file))
+            raise ModelError(
+                f"{entry.file}: ends at byte {entry.offset + part.start + done}, within a tensor", path=str(entry.file)
+            )
         done += count
     if not direct:
-        target.copy_(landing)
+        part.target.copy_(landing)
+    progress.end()

@@ -25,7 +25,7 @@ from torpor.models.source import ResolvedModel
 from torpor.models.weights import WeightSource, choose_source
 
 if TYPE_CHECKING:
-    from torpor.memory import Memory
+    from torpor.memory import Memory, Staging
 
 FUSED_LAYERS = ("auto", "on", "off")
 WEIGHTS_TAG = "weights"
@@ -156,8 +156,22 @@ def _fill(source: WeightSource, weights: dict[str, torch.Tensor], images: Memory
     if images is None:
         source.fill(weights)
         return
-    with images.load_through_images(list(weights.values())) as staging:
-        source.fill(dict(zip(weights, staging, strict=True)))
+    with images.load_in_steps(list(weights.values())) as staging:
+        source.fill(dict(zip(weights, staging.tensors, strict=True)), _StagingSteps(list(weights), staging))
+
+
+class _StagingSteps:
+    """The filling of a memory's staging, by names."""
+
+    def __init__(self, names: list[str], staging: Staging) -> None:
+        self._index = {name: index for index, name in enumerate(names)}
+        self._staging = staging
+
+    def before(self, name: str) -> None:
+        self._staging.ready(self._index[name])
+
+    def after(self, name: str) -> None:
+        self._staging.written(self._index[name])
 
 
 def _fuses(setting: str, module: Any, device_type: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from torpor.errors import ModelError
 from torpor.models.checkpoint import Checkpoint, hash_files, sign_files
+from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.quiet import quiet_transformers
 from torpor.models.source import ResolvedModel
 
@@ -25,7 +26,7 @@ _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # older checkpoints carry th
 class WeightSource(Protocol):
     from_files: bool  # what it reads passes through host memory
 
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
         """Write every target, in place. Keys are names of the model's state dict; tied tensors appear once. ModelError when one
         cannot be filled, or when the source is not what it was when the model was resolved."""
 
@@ -53,9 +54,9 @@ class CheckpointWeights:
         self._checkpoint = checkpoint
         self._unchanged = _Unchanged(resolved, checkpoint)
 
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
         self._unchanged.check()
-        self._checkpoint.read_into(targets)
+        self._checkpoint.read_into(targets, steps)
 
 
 class ConvertedWeights:
@@ -69,11 +70,13 @@ class ConvertedWeights:
         self._class = type(model)
         self._dtype = model.dtype
 
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
         self._unchanged.check()
         state = self._load()
         for name, target in targets.items():
+            steps.before(name)
             target.copy_(state.pop(name))
+            steps.after(name)
 
     def _load(self) -> dict[str, torch.Tensor]:
         path = str(self._resolved.path)
@@ -105,8 +108,9 @@ class RandomWeights:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        for target in targets.values():
+    def fill(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
+        for name, target in targets.items():
+            steps.before(name)
             target.fill_(float("nan") if target.is_floating_point() else 0)
         device = next(iter(targets.values())).device
         with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
@@ -117,6 +121,7 @@ class RandomWeights:
                 raise ModelError(
                     f"{type(self._model).__name__} does not initialise {name}: it cannot run with load_format='random'"
                 )
+            steps.after(name)
 
 
 class _Unchanged:
