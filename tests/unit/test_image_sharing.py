@@ -204,6 +204,14 @@ def test_m8_a_discard_and_a_release_let_go(engine: Any) -> None:
     assert files_open() == 0
 
 
+def test_a_closed_memory_lets_go_also_while_tensors_live(engine: Any) -> None:
+    one = engine()
+    one.memory.share_images("weights")
+    one.memory.close()
+    assert files_open() == 0
+    assert one.right
+
+
 def test_tensors_that_die_take_their_part_of_the_image_along(engine: Any) -> None:
     one = engine()
     pool = one.memory.pool("other")
