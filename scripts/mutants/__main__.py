@@ -38,6 +38,10 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     found = [m for m in MUTANTS if not options.only or any(fnmatch.fnmatch(m.name, p) for p in options.only)]
     if not found:
         sys.exit(f"no mutant is called {', '.join(options.only)}: scripts/mutate --list")
+    left_out = [m.name for m in found if not m.can_run]
+    if left_out and not (options.list or options.check):
+        print(f"{len(left_out)} are left out, for want of an optional package: {', '.join(left_out)}")
+        found = [m for m in found if m.can_run]
     if options.sample is not None and options.sample < len(found):
         seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
         print(f"seed {seed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,11 @@ class Mutant:
     also: tuple[tuple[str, str], ...] = ()
     hang: bool = False  # that the test does not end counts too
     crash: bool = False  # that the test's process dies of a signal counts too
+    needs: str = ""  # an optional package without which its test is skipped
+
+    @property
+    def can_run(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
     def is_native(self) -> bool:

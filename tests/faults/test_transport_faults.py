@@ -18,10 +18,15 @@ from torpor.connectors.pins import PinWatch
 from torpor.engine.base import EngineState
 from torpor.errors import SleepAborted, TransportError
 from torpor.memory import Residency
+from torpor.testing.kv_engine import missing_package
 
-CONNECTORS = ["ipc", "nixl"]
+CONNECTORS = ["ipc", "nixl", "mooncake"]
 TRANSPORT = ["publish", "unpublish"]
-AGENT = ["register", "deregister", "metadata"]
+# The package behind the transport: where it is, what of it can fail, and which two of these register and let go.
+PACKAGES = {
+    "nixl": ("_agent", ["register", "deregister", "metadata"], "register", "deregister"),
+    "mooncake": ("_engine", ["register", "unregister"], "register", "unregister"),
+}
 BUDGET = 2  # points of a test, in a bounded run
 CALLS: dict[str, tuple[Callable[[Engine], None], Callable[[Engine], None]]] = {
     "sleep level 1": (lambda e: None, lambda e: e.sleep(level=1)),
@@ -43,6 +48,8 @@ class Breaker:
         self.failing: dict[str, int] = {}
         self.struck = 0
         self.held = 0
+        self.names = names
+        self.deregister = deregister
         self._target = target
         for name in names:
             change = (name == register) - (name == deregister)
@@ -63,8 +70,8 @@ class Breaker:
 
 @pytest.fixture(params=CONNECTORS, scope="module")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu13")
+    if missing := missing_package(request.param):
+        pytest.skip(missing)
     peer = Peer(request.param, Path(tmp_path_factory.mktemp("kv")))
     device = Device.open("host", faults=True)
     engine = Engine(device, peer)
@@ -80,14 +87,15 @@ def breakers(engine: Engine) -> dict[str, Breaker]:
     assert engine.connector is not None
     transport = engine.connector._transport
     made = {"transport": Breaker(transport, TRANSPORT, "publish", "")}
-    if transport.name == "nixl":
-        made["agent"] = Breaker(transport._agent, AGENT, "register", "deregister")  # type: ignore[attr-defined]
+    if transport.name in PACKAGES:
+        where, *names = PACKAGES[transport.name]
+        made["agent"] = Breaker(getattr(transport, where), *names)
         made["agent"].held = 1  # the KV cache is registered already
     return made
 
 
 def kinds(breakers: dict[str, Breaker]) -> list[tuple[Breaker, str]]:
-    return [(b, name) for key, b in breakers.items() for name in (TRANSPORT if key == "transport" else AGENT)]
+    return [(breaker, name) for breaker in breakers.values() for name in breaker.names]
 
 
 def check_let_go(engine: Engine, breakers: dict[str, Breaker]) -> None:
@@ -119,7 +127,7 @@ def test_p2_a_transport_fails_and_its_undo(engine: Engine, breakers: dict[str, B
 def test_p2_what_could_not_be_let_go_of_is_not_forgotten(engine: Engine, breakers: dict[str, Breaker]) -> None:
     """NIXL's registration was dropped here although NIXL still had it: the next sleep unmapped under it."""
     names = [name for _, name in kinds(breakers)]
-    which = names.index("deregister" if "deregister" in names else "unpublish")
+    which = names.index(breakers["agent"].deregister if "agent" in breakers else "unpublish")
     run(engine, breakers, "sleep level 1", [{which: 1}, {which: 2}])
 
 

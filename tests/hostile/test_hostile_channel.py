@@ -1,4 +1,4 @@
-"""Owners of ``ipc`` and ``nixl`` under attack at their control channel, while a good reader goes on getting the right bytes."""
+"""Owners of every pair transport under attack at their control channel, while a good reader goes on getting the right bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import hostile_kit
 import pytest
-from connector_pairs import A, Pairs
+from connector_pairs import A, Pairs, needs
 from hostile_peers import (
     GoodReader,
     bad_message,
@@ -36,10 +36,9 @@ pytestmark = pytest.mark.timeout(1800 if hostile_kit.SCALE > 1 else 120)
 SECRET = b"a secret that both sides know well"
 
 
-@pytest.fixture(params=["ipc", "nixl"])
+@pytest.fixture(params=["ipc", "nixl", "mooncake"])
 def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pairs]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu13")
+    needs(request.param)
     pairs = Pairs(request.param, tmp_path)
     yield pairs
     pairs.close()

@@ -19,10 +19,11 @@ from torpor.connectors.loads import Load
 from torpor.connectors.transport import BlockRead
 from torpor.kvcache.types import BlockId, KVCacheSpec
 from torpor.memory import MemoryConfig
-from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
+from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, missing_package
 
 UNFOLLOWED_IPC = "torpor.testing.unfollowed:UnfollowedIpc"
 UNFOLLOWED_NIXL = "torpor.testing.unfollowed:UnfollowedNixl"
+UNFOLLOWED_MOONCAKE = "torpor.testing.unfollowed:UnfollowedMooncake"
 
 
 class Meeting:
@@ -32,10 +33,10 @@ class Meeting:
     def __init__(
         self, connector: str, folder: Path, *, memory: dict[str, Any] | None = None, spec: dict[str, Any] | None = None
     ) -> None:
-        """connector: "ipc", "nixl", or "nixl over tcp". Skips the test where that is not installed."""
+        """connector: "ipc", "nixl", "nixl over tcp" or "mooncake". Skips the test where that is not installed."""
         self.connector, _, tls = connector.partition(" over ")
-        if self.connector == "nixl":
-            pytest.importorskip("nixl_cu13")
+        if missing := missing_package(self.connector):
+            pytest.skip(missing)
         self._folder, self._memory, self._spec = folder, memory, spec
         self._extra: dict[str, Any] = {"ucx_tls": tls} if tls else {}
         self._stack = contextlib.ExitStack()

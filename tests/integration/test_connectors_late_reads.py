@@ -12,9 +12,18 @@ from typing import Any
 
 import pytest
 from kv_child import Child, ChildError
-from kv_meeting import UNFOLLOWED_IPC, UNFOLLOWED_NIXL, Meeting, confirm, link_of, lying_readers, read_unasked
+from kv_meeting import (
+    UNFOLLOWED_IPC,
+    UNFOLLOWED_MOONCAKE,
+    UNFOLLOWED_NIXL,
+    Meeting,
+    confirm,
+    link_of,
+    lying_readers,
+    read_unasked,
+)
 
-from torpor.errors import TorporError
+from torpor.errors import TorporError, TransportError
 from torpor.testing.kv_engine import KVEngine
 
 pytestmark = pytest.mark.integration
@@ -23,7 +32,7 @@ A = list(range(100, 110))
 B = list(range(200, 210))
 
 
-@pytest.fixture(params=["ipc", "nixl", "nixl over tcp"])
+@pytest.fixture(params=["ipc", "nixl", "nixl over tcp", "mooncake"])
 def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeting]:
     with contextlib.closing(Meeting(request.param, tmp_path)) as meeting:
         yield meeting
@@ -43,15 +52,19 @@ def reader(meeting: Meeting, kind: str = "") -> KVEngine:
     return meeting.here("D", "consumer", kind=kind)
 
 
-@pytest.mark.parametrize("meeting", ["nixl", "nixl over tcp"], indirect=True)
+@pytest.mark.parametrize("meeting", ["nixl", "nixl over tcp", "mooncake"], indirect=True)
 def test_p4_a_late_read_kills_nobody_and_yields_no_bytes(meeting: Meeting, liar: threading.Event) -> None:
     p, d = owner(meeting), reader(meeting)
     late = p.call("prefill", "r", A, [1, 2, 3])
     assert d.load("q", A, late, [4, 5, 6]) == "recving"
     link = link_of(d)
     assert p.call("sleep")["held_bytes"] == 0
-    content = read_unasked(d, link, [1, 2, 3], [4, 5, 6])
-    assert content == bytes(len(content)), "the guard reads as zeros"
+    if meeting.connector == "mooncake":
+        with pytest.raises(TransportError, match="not registered"):
+            read_unasked(d, link, [1, 2, 3], [4, 5, 6])
+    else:
+        content = read_unasked(d, link, [1, 2, 3], [4, 5, 6])
+        assert content == bytes(len(content)), "the guard reads as zeros"
     # Through the connector itself the bytes are not believed.
     with pytest.raises(TorporError):
         confirm(link, late, [4, 5, 6])
@@ -111,6 +124,21 @@ class TestUnfollowed:
             p.call("sleep")
             assert d.load("late", B, late, [4, 5, 6], 20) == "failed"
             assert p.death(10) == -signal.SIGSEGV
+
+    def test_mooncake_over_tcp_fails_asleep_and_then_reads_what_is_there_now(self, tmp_path: Path) -> None:
+        """TCP goes through the owner's page table: nothing is held, nobody dies, and a hand-off of before the sleep is read from
+        the new pages, with success. Over RDMA the old pages are read and held: ``scripts/rdma-vm``."""
+        kind = UNFOLLOWED_MOONCAKE
+        with contextlib.closing(Meeting("mooncake", tmp_path)) as meeting:
+            p, d = owner(meeting, kind), reader(meeting, kind)
+            assert d.load("q", A, p.call("prefill", "r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+            late, later = p.call("prefill", "late", B, [1, 2, 3]), p.call("prefill", "later", B, [1, 2, 3])
+            p.call("sleep")
+            assert d.load("late", B, late, [4, 5, 6]) == "failed"
+            assert p.process.poll() is None
+            p.call("wake")
+            assert d.load("later", B, later, [4, 5, 6]) == "recving"
+            assert not d.has(B, [4, 5, 6]), "wrong bytes, and success"
 
 
 def test_the_reader_outlives_all_that(meeting: Meeting) -> None:

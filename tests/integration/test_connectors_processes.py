@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from kv_child import Child, ChildError
 
+from torpor.testing.kv_engine import missing_package
+
 pytestmark = pytest.mark.integration
 
 A = list(range(100, 110))
@@ -19,12 +21,12 @@ B = list(range(200, 210))
 Start = Callable[..., Child]
 
 
-@pytest.fixture(params=["ipc", "nixl", "nixl over tcp"])
+@pytest.fixture(params=["ipc", "nixl", "nixl over tcp", "mooncake"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Starts a child engine: ``start(engine_id, role, **settings)``."""
     connector, _, tls = request.param.partition(" over ")
-    if connector == "nixl":
-        pytest.importorskip("nixl_cu13")
+    if missing := missing_package(connector):
+        pytest.skip(missing)
 
     with ExitStack() as children:
 

@@ -8,12 +8,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from torpor.connectors import ConnectorConfig
-from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
+from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, missing_package
 
 A = list(range(100, 110))  # 10 tokens: 3 blocks of 4
 B = list(range(200, 210))
 WAIT_S = 10.0
+
+
+def needs(connector: str) -> None:
+    """Skips where the transport's package is not installed, or cannot be loaded."""
+    missing = missing_package(connector)
+    if missing is not None:
+        pytest.skip(missing)
 
 
 class Pairs:
@@ -66,13 +75,13 @@ def held_read(reader: KVEngine) -> Iterator[Gate]:
     """Copies into the reader's KV cache wait at the gate."""
     gate = Gate()
     device = reader.memory.device
-    plain = device.copy_blocks
-    device.copy_blocks = gate.before(plain)  # type: ignore[method-assign]
+    blocks, spans = device.copy_blocks, device.copy
+    device.copy_blocks, device.copy = gate.before(blocks), gate.before(spans)  # type: ignore[method-assign]
     try:
         yield gate
     finally:
         gate.open()
-        device.copy_blocks = plain  # type: ignore[method-assign]
+        device.copy_blocks, device.copy = blocks, spans  # type: ignore[method-assign]
 
 
 class Background:

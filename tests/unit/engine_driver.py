@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from torpor.connectors.base import KVConnector
+from torpor.connectors.config import ConnectorConfig
 from torpor.engine.base import EngineState, SleepRequest
 from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.models.config import ModelConfig
@@ -26,7 +27,12 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 class Driver:
     def __init__(
-        self, *, sleep: SleepConfig | None = None, connector: type[KVConnector] | None = None, worker: FakeWorker | None = None
+        self,
+        *,
+        sleep: SleepConfig | None = None,
+        connector: type[KVConnector] | None = None,
+        connector_config: ConnectorConfig | None = None,
+        worker: FakeWorker | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.background = ManualBackground()
@@ -38,6 +44,7 @@ class Driver:
                 config,
                 self.worker,
                 connector=connector,
+                connector_config=connector_config,
                 background=self.background,
                 clock=self.clock,
                 on_state=self.states.append,

@@ -213,7 +213,7 @@ def test_vllms_json_goes_with_the_options_it_has_not(serve_values: Callable[...,
         ("[]", "JSON object"),
         ("{}", "kv_connector"),
         ('{"kv_connector": 3}', "kv_connector"),
-        ('{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}', "NixlConnector"),
+        ('{"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}', "NixlConnector"),
         ('{"kv_connector": "NixlConnector"}', "kv_role"),
         ('{"kv_connector": "NixlConnector", "kv_role": "both"}', "kv_both"),
         ('{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_roll": 1}', "kv_roll"),
@@ -307,3 +307,11 @@ def test_every_flag_has_help_and_a_spelling_of_its_own() -> None:
 def test_the_reference_is_up_to_date() -> None:
     path = Path(__file__).parent.parent.parent / "docs" / "cli.md"
     assert path.read_text(encoding="utf-8") == cli_reference(), "run scripts/gen-cli-docs"
+
+
+def test_a_connector_s_options_are_numbers_where_they_read_as_numbers(serve_values: Callable[..., Values]) -> None:
+    given = {"a": "8", "b": "0.5", "c": "4GiB", "d": "mlx5_0", "e": "-1", "f": "/var/kv", "g": "tcp"}
+    flags = [part for name, text in given.items() for part in ("--kv-option", f"{name}={text}")]
+    connector = engine_config(serve_values("m", "--kv-connector", "offload", *flags)).connector
+    assert connector is not None
+    assert connector.extra == {"a": 8, "b": 0.5, "c": 4 << 30, "d": "mlx5_0", "e": -1, "f": "/var/kv", "g": "tcp"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_pairs import A, B, Pairs, held_read
+from connector_pairs import A, B, Pairs, held_read, needs
 
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel
@@ -22,10 +22,9 @@ from torpor.errors import ConfigurationError, HandshakeError, PeerError
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
 
 
-@pytest.fixture(params=["ipc", "nixl"])
+@pytest.fixture(params=["ipc", "nixl", "mooncake"])
 def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pairs]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu13")
+    needs(request.param)
     pairs = Pairs(request.param, tmp_path)
     yield pairs
     pairs.close()

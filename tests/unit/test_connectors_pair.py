@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connector_pairs import WAIT_S, A, B, Background, Pairs, held_read
+from connector_pairs import WAIT_S, A, B, Background, Pairs, held_read, needs
 
 from torpor.connectors import ipc
 from torpor.connectors.base import Finished
@@ -16,10 +16,9 @@ from torpor.errors import HookError, PeerError
 from torpor.memory.types import Residency
 
 
-@pytest.fixture(params=["ipc", "nixl"])
+@pytest.fixture(params=["ipc", "nixl", "mooncake"])
 def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pairs]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu13")
+    needs(request.param)
     pairs = Pairs(request.param, tmp_path)
     yield pairs
     pairs.close()
@@ -68,7 +67,7 @@ class TestReading:
         assert d.wait("q") == "recving"
         assert d.block(6) + d.block(4) == p.block(1) + p.block(3)
 
-    @pytest.mark.parametrize("pairs", ["nixl"], indirect=True)
+    @pytest.mark.parametrize("pairs", ["nixl", "mooncake"], indirect=True)
     def test_more_blocks_than_the_staging_buffer_holds(self, pairs: Pairs) -> None:
         p, d = pairs.pair(extra={"staging_bytes": 2100})  # two blocks of 1 KiB
         prompt = list(range(27))
@@ -167,7 +166,7 @@ class TestEpochs:
         p.close()
         p = pairs.engine("P", "producer")
         new = p.prefill("r", B, [1, 2, 3])
-        if pairs.connector == "nixl":
+        if pairs.connector != "ipc":
             old["remote_port"] = new["remote_port"]
         assert d.load("old", A, old, [4, 5, 6]) == "failed"
         assert d.load("new", B, new, [4, 5, 6]) == "recving"
@@ -350,7 +349,7 @@ class TestTheCheckAfterTheRead:
         assert p.wait("r") == "sending"
         before = [d.block(b) for b in (4, 5, 6)]
         assert d.load("q", A, params, [4, 5, 6]) == "failed"
-        if pairs.connector == "nixl":
+        if pairs.connector != "ipc":
             assert [d.block(b) for b in (4, 5, 6)] == before, "what was not proved does not get into the cache"
 
     def test_p3_what_was_read_twice_is_not_believed_twice(self, pairs: Pairs) -> None:

@@ -29,7 +29,7 @@ from torpor.testing.pinned import PinnedRegistration, pinning_is_permitted
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["ipc", "nixl"])
+    @pytest.mark.parametrize("name", ["ipc", "nixl", "mooncake"])
     def test_the_known_ones_follow_a_sleep(self, name: str) -> None:
         found = get_connector(name)
         assert issubclass(found, KVConnector)
@@ -40,7 +40,7 @@ class TestNames:
         assert get_connector("torpor.testing.connectors:MemoryConnector") is MemoryConnector
 
     @pytest.mark.parametrize(
-        "name", ["", "mooncake", "no.such.module:X", "torpor.errors:TorporError", "torpor.errors:Nothing", ":X"]
+        "name", ["", "carrier-pigeon", "no.such.module:X", "torpor.errors:TorporError", "torpor.errors:Nothing", ":X"]
     )
     def test_anything_else_is_refused_by_name(self, name: str) -> None:
         with pytest.raises(ConnectorError, match="connector") as caught:

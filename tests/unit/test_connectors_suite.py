@@ -27,6 +27,7 @@ from torpor.testing.connectors import (
     run_items,
 )
 from torpor.testing.connectors.stage import Stage
+from torpor.testing.kv_engine import missing_package
 
 HERE = [item.name for item in ITEMS if not item.processes]
 MULTI = {"connectors": ["torpor.testing.connectors:MemoryConnector", "torpor.testing.connectors:PinnedConnector"]}
@@ -48,6 +49,18 @@ class TestSound:
         unsaid = {outcome.item for outcome in report.outcomes if outcome.status is Status.NOT_APPLICABLE}
         assert unsaid <= {"peer crash", "silent peer", *(["in-flight read"] if name == "memory" else [])}
 
+    def test_one_that_keeps_kv_passes(self) -> None:
+        report = check_connector(Subject.of("offload"))
+        assert report.passed, shown(report)
+        unsaid = {outcome.item for outcome in report.outcomes if outcome.status is Status.NOT_APPLICABLE}
+        peers = {"other layout", "late read", "old epoch", "peer crash", "silent peer"}
+        assert unsaid <= {"wrong requests", "in-flight read", *peers}
+
+    def test_a_pair_and_a_store_in_one_pass_too(self) -> None:
+        children = ["torpor.testing.connectors:PinnedConnector", "offload"]
+        report = check_connector(Subject.of("multi", extra={"connectors": children}), items=HERE)
+        assert report.passed, shown(report)
+
     def test_several_in_one_pass_too(self) -> None:
         report = check_connector(Subject.of("multi", extra=MULTI), items=HERE)
         assert report.passed, shown(report)
@@ -55,10 +68,10 @@ class TestSound:
     @pytest.mark.slow
     @pytest.mark.integration
     @pytest.mark.timeout(300)
-    @pytest.mark.parametrize("name", ["ipc", "nixl", "multi"])
+    @pytest.mark.parametrize("name", ["ipc", "nixl", "mooncake", "multi"])
     def test_between_processes(self, name: str) -> None:
-        if name == "nixl":
-            pytest.importorskip("nixl_cu13")
+        if missing := missing_package(name):
+            pytest.skip(missing)
         extra = {"connectors": ["ipc", "torpor.testing.connectors:PinnedConnector"]} if name == "multi" else None
         report = check_connector(Subject.of(name, extra=extra))
         assert report.passed, shown(report)

@@ -8,7 +8,18 @@ from typing import Any
 from torpor.errors import ConfigurationError
 
 SETTING = "--kv-transfer-config"
-CONNECTORS = {"NixlConnector": "nixl", "IpcConnector": "ipc", "nixl": "nixl", "ipc": "ipc"}
+CONNECTORS = {
+    "NixlConnector": "nixl",
+    "IpcConnector": "ipc",
+    "LMCacheConnectorV1": "lmcache",
+    "MooncakeConnector": "mooncake",
+    "OffloadingConnector": "offload",
+    "nixl": "nixl",
+    "ipc": "ipc",
+    "lmcache": "lmcache",
+    "mooncake": "mooncake",
+    "offload": "offload",
+}
 ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}
 # Known to vLLM, without a meaning here: buffers are where the KV cache is, and lost KV is always recomputed.
 IGNORED = {"kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size"}

@@ -65,7 +65,11 @@ EXTRA = (
         "kv_option",
         Annotated[
             list[str] | None,
-            typer.Option(help="An option of the connector's own; repeatable.", metavar="KEY=VALUE", rich_help_panel=TRANSFER),
+            typer.Option(
+                help="An option of the connector's own, such as host_bytes=4GiB; repeatable.",
+                metavar="KEY=VALUE",
+                rich_help_panel=TRANSFER,
+            ),
         ],
         None,
     ),

@@ -142,7 +142,8 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         TRANSFER,
         ConnectorConfig,
         "connector",
-        "ipc (engines of one host), nixl (UCX), or module:Class of your own.",
+        "ipc (engines of one host), nixl (UCX), mooncake; offload (KV kept in host memory, on disk), lmcache; multi (several); "
+        "or module:Class.",
         "--kv-connector",
     ),
     _flag(TRANSFER, ConnectorConfig, "role", "Whether this engine hands KV over, takes it, or both.", "--kv-role"),

@@ -11,6 +11,7 @@ from torpor.connectors.base import (
     KVConnectorWorker,
     LoadRequest,
     PeerStats,
+    StoreStats,
 )
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.registry import get_connector
@@ -26,5 +27,6 @@ __all__ = [
     "KVConnectorWorker",
     "LoadRequest",
     "PeerStats",
+    "StoreStats",
     "get_connector",
 ]

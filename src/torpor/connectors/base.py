@@ -100,6 +100,25 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """Of a connector that keeps KV itself. A block on disk may also be in host memory. None: it does not say."""
+
+    host_blocks: int | None = None
+    host_bytes: int | None = None
+    host_limit_bytes: int
+    disk_blocks: int | None = None
+    disk_bytes: int | None = None
+    disk_limit_bytes: int | None = None
+    saved_blocks: int  # this and the following count from the start
+    loaded_blocks: int
+    evicted_blocks: int | None = None  # given up for newer ones, in either place
+    skipped_blocks: int  # not kept: everything in host memory was in use
+    disk_errors: int | None = None  # files that could not be written, read or removed: disk full, permission lost
+    bad_files: int | None = None  # found corrupt, short or of something else: misses, and removed
+    leftover_files: int | None = None  # of an engine that was killed, and of other weights or layouts: removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorStats:
     connector: str
     engine_id: str
@@ -112,6 +131,7 @@ class ConnectorStats:
     loads_failed: int
     bytes_received: int
     peers: tuple[PeerStats, ...] = ()
+    store: StoreStats | None = None  # of a connector that keeps KV itself
     children: tuple[ConnectorStats, ...] = ()  # of a connector that is made of others
 
 

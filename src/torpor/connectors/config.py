@@ -9,7 +9,7 @@ KV_ROLES: tuple[KVRole, ...] = ("producer", "consumer", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig:
-    """``connector`` is a registered name (``ipc``, ``nixl``) or ``module:Class``."""
+    """``connector`` is a registered name (``torpor.connectors.registry.KNOWN``) or ``module:Class``."""
 
     connector: str
     role: KVRole = "both"

@@ -63,8 +63,15 @@ def of_tensors(kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, exported: 
     """ConnectorError when the tensors are not the whole KV cache in the pool that sleeps, in the layout of ``KVCacheSpec``."""
     bases = tuple(region.address for region in exported.regions)
     sizes = tuple(region.nbytes for region in exported.regions)
+    addresses = layer_addresses(kv_caches, spec)
+    places = [_place(a, spec.layer_bytes, bases, sizes, f"layers.{i}") for i, a in enumerate(addresses)]
+    return Geometry(spec, bases, sizes, tuple(places))
+
+
+def layer_addresses(kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec) -> list[int]:
+    """Where the tensor of every layer begins. ConnectorError when they are not those of ``spec``."""
     shape = (2, spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    places = []
+    addresses = []
     for layer in range(spec.num_layers):
         tensor = kv_caches.get(f"layers.{layer}")
         if (
@@ -75,8 +82,8 @@ def of_tensors(kv_caches: dict[str, torch.Tensor], spec: KVCacheSpec, exported: 
         ):
             found = "is missing" if tensor is None else f"is {tuple(tensor.shape)} {tensor.dtype}"
             raise ConnectorError(f"KV cache tensor 'layers.{layer}' {found}, not a contiguous {shape} {spec.dtype}")
-        places.append(_place(tensor.data_ptr(), spec.layer_bytes, bases, sizes, f"layers.{layer}"))
-    return Geometry(spec, bases, sizes, tuple(places))
+        addresses.append(tensor.data_ptr())
+    return addresses
 
 
 def _place(address: int, nbytes: int, bases: Sequence[int], sizes: Sequence[int], name: str) -> Place:

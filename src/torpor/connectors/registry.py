@@ -10,6 +10,9 @@ from torpor.errors import ConnectorError
 KNOWN = {
     "ipc": "torpor.connectors.ipc:IpcConnector",
     "nixl": "torpor.connectors.nixl:NixlConnector",
+    "mooncake": "torpor.connectors.mooncake:MooncakeConnector",
+    "offload": "torpor.connectors.offload:OffloadConnector",
+    "lmcache": "torpor.connectors.lmcache:LMCacheConnector",
     "multi": "torpor.connectors.multi:MultiConnector",
 }
 

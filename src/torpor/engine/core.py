@@ -140,6 +140,14 @@ class EngineCore:
     def release_kv_cache_memory(self) -> Ticket:
         return self._lifecycle.release_kv_cache_memory()
 
+    def set_weights_version(self, version: str) -> None:
+        """Whoever wrote other weights into the pool says so: KV computed before is served to nobody any more, neither from the
+        prefix cache nor by a connector that keeps it (E6). StateError while a request holds blocks: pause with mode "keep", or
+        let them end."""
+        self._scheduler.kv.reset(version)
+        if self._connector is not None:
+            self._connector.set_weights_version(version)
+
     # ---- the step ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[EngineOutput]:

@@ -65,6 +65,7 @@ class EngineCollector(Collector):
                 yield (GaugeMetricFamily if kind == GAUGE else CounterMetricFamily)(name, help_text, float(value))
         for section in ("scheduler", "cache"):
             yield from plain_figures(section, self._stats.get(section) or {})
+        yield from plain_figures("kv_store", (self._stats.get("connector") or {}).get("store") or {})
 
 
 def pool_metrics(memory: Mapping[str, Any]) -> Iterator[Metric]:
@@ -107,6 +108,13 @@ MONOTONE = frozenset(
         "prefix_hits",
         "evictions",
         "resets",
+        "saved_blocks",
+        "loaded_blocks",
+        "evicted_blocks",
+        "skipped_blocks",
+        "disk_errors",
+        "bad_files",
+        "leftover_files",
     )
 )
 

@@ -75,12 +75,19 @@ class FakeWorker:
     """Satisfies ``torpor.engine.executor.Worker``."""
 
     def __init__(
-        self, memory: Memory | None = None, *, num_blocks: int = 64, block_size: int = 4, exportable: bool = False
+        self,
+        memory: Memory | None = None,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        exportable: bool = False,
+        model_id: str = "fake@1",
     ) -> None:
         self._memory = memory or Memory(MemoryConfig(driver="host", extent_bytes=1 << 20))
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._exportable = exportable
+        self._model_id = model_id
         self._spec: KVCacheSpec | None = None
         self.weights: torch.Tensor
         self.block_tables: torch.Tensor
@@ -123,7 +130,7 @@ class FakeWorker:
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec:
         self._spec = KVCacheSpec(
-            model_id="fake@1",
+            model_id=self._model_id,
             num_layers=1,
             num_blocks=num_blocks,
             block_size=self._block_size,
@@ -358,6 +365,7 @@ def fake_core(
     worker: FakeWorker | None = None,
     *,
     connector: type[KVConnector] | None = None,
+    connector_config: ConnectorConfig | None = None,
     max_model_len: int = 128,
     background: Background | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -367,7 +375,9 @@ def fake_core(
 ) -> EngineCore:
     """A core over a ``FakeWorker``, brought up by ``torpor.engine.startup``, with ``connector`` if given. What ``config`` says
     of model, cache size and connector is not looked at."""
-    chosen = choose_connector(ConnectorConfig(connector=connector.__name__), config.sleep, connector) if connector else None
+    chosen = None
+    if connector is not None:
+        chosen = choose_connector(connector_config or ConnectorConfig(connector=connector.__name__), config.sleep, connector)
     return bring_up(
         config,
         fake_model(max_model_len),

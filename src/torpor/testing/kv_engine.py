@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from torpor._native import Device
-from torpor.connectors import ConnectorConfig, Finished, KVConnector, get_connector
+from torpor.connectors import ConnectorConfig, Finished, KVConnector, get_connector, lmcache_engine, mooncake_engine, nixl_agent
+from torpor.errors import ConnectorError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import BlockId, KVCacheSpec
 from torpor.memory import Memory, MemoryConfig, SleepReport, WakeReport
@@ -29,6 +30,21 @@ SMALL_SPEC = KVCacheSpec(
     model_id="stand-in@1", num_layers=2, num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32"
 )
 POLL_S = 0.002
+
+
+def missing_package(connector: str) -> str | None:
+    """Why a connector of ``torpor.connectors.registry`` cannot run here: its package is not installed, or cannot be loaded."""
+    load = {
+        "nixl": nixl_agent.load_package,
+        "mooncake": mooncake_engine.load_package,
+        "lmcache": lmcache_engine.load_package,
+    }.get(connector)
+    try:
+        if load is not None:
+            load()
+    except ConnectorError as error:
+        return str(error)
+    return None
 
 
 class KVEngine:

@@ -5,7 +5,9 @@ Never use them for anything else.
 So a sleep unmaps pages that a peer still has, and the peer goes on reading them. With ``ipc`` the peer's loads succeed with what
 the pages held before the sleep, and the memory is held twice after the wake. With ``nixl`` over TCP UCX reads inside the owner's
 process: a late read touches the hole where the KV cache was, and the owner dies by SIGSEGV. That takes a pool without its guard
-(P4). Over device memory UCX reads inside the owner whatever it is told, with the same end.
+(P4). Over device memory UCX reads inside the owner whatever it is told, with the same end. With ``mooncake`` over RDMA the peer
+reads the old pages, as with ``ipc``; over TCP a read of the hole fails, and after the wake one succeeds with what the new pages
+hold.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.ipc import IpcConnector, IpcTransport
+from torpor.connectors.mooncake import OPTIONS as MOONCAKE_OPTIONS
+from torpor.connectors.mooncake import MooncakeConnector, MooncakeTransport
 from torpor.connectors.nixl import NixlConnector, NixlTransport
 from torpor.connectors.options import Options
 from torpor.connectors.worker import PullWorker
@@ -62,3 +66,12 @@ class UnfollowedNixl(NixlConnector):
     def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
         options = Options.of(config, known={"ucx_tls", "staging_bytes"})
         return UnfollowedWorker(config, spec, OwnerReads(config, options), options)
+
+
+class UnfollowedMooncake(MooncakeConnector):
+    guarded: ClassVar[bool] = False
+
+    @classmethod
+    def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
+        options = Options.of(config, known=MOONCAKE_OPTIONS)
+        return UnfollowedWorker(config, spec, MooncakeTransport(config, options), options)

@@ -15,6 +15,7 @@ import torch
 from torpor._native import Device, Op
 from torpor.connectors import KVConnectorWorker
 from torpor.connectors.multi import MultiWorker
+from torpor.connectors.store_worker import StoreWorker
 from torpor.connectors.worker import PullWorker
 from torpor.errors import RequestError, StateError, TorporError, TransportError
 from torpor.kvcache.types import KVCacheSpec
@@ -272,6 +273,9 @@ def fail_next(worker: KVConnectorWorker, phase: Phase) -> bool:
         return True
     if isinstance(worker, MultiWorker):  # the child that is asked last: the others have done it
         return fail_next(worker._children[0 if phase == "release" else -1], phase)
+    if isinstance(worker, StoreWorker) and phase == "release":  # nothing of its restore can fail
+        _once(worker._mover, "wait_idle")
+        return True
     if isinstance(worker, PullWorker):
         _once(worker._transport, "unpublish" if phase == "release" else "publish")
         return True

@@ -146,7 +146,7 @@ class PinnedRemote(RemoteMemory):
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
         size = self._ours.spec.block_bytes
         lanes = list(zip(self._ours.arrays(), self._theirs.arrays(), strict=True))
-        for here, there in zip(request.local, request.remote, strict=True):
+        for here, there in zip(map(int, request.local), map(int, request.remote), strict=True):
             if request.stop():
                 raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
             if time.monotonic() > request.deadline:
