@@ -1,4 +1,5 @@
-"""``scripts/rdma-vm``: boots Debian's kernel in QEMU, makes a Soft-RoCE device, runs one command with the host's files, powers off.
+"""``scripts/rdma-vm``: boots Debian's kernel in QEMU, makes a Soft-RoCE device, runs one command with the host's files, powers
+off.
 
 Exit status: the command's; 124 when the time limit ended it; 125 when the machine did not get as far as the command; 77 when what
 it needs cannot be had here (the message says what to do about it).

@@ -97,7 +97,7 @@ def kernel_package() -> str:
             return found[1]
         if attempt == 1 and os.geteuid() == 0:
             apt("apt-get", "update", "-qq")
-    raise CannotPrepare(f"apt-cache knows no {META_PACKAGE}: run apt-get update; the kernel of other systems than Debian was not tried")
+    raise CannotPrepare(f"apt-cache knows no {META_PACKAGE}: run apt-get update; only Debian has it")
 
 
 def apt(*command: str, folder: str | None = None) -> None:
@@ -118,4 +118,4 @@ def apt(*command: str, folder: str | None = None) -> None:
         raise CannotPrepare(f"{' '.join(command[:3])} did not end within {APT_LIMIT_S:g} s: is there a network?") from error
     if ran.returncode:
         last = "; ".join(ran.stdout.strip().splitlines()[-3:])
-        raise CannotPrepare(f"{' '.join(command)} failed: {last} (no network? then copy the cache folder from a machine with one)")
+        raise CannotPrepare(f"{' '.join(command)} failed: {last} (no network? copy the cache folder from a machine with one)")

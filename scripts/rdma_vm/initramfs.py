@@ -9,10 +9,10 @@ from pathlib import Path
 from kernel import Kernel
 
 HERE = Path(__file__).parent
-FOLDERS = "boot boot/modules dev etc job proc root run sys tmp usr var var/tmp home".split()
-FROM_USR = "bin sbin lib lib32 lib64 libx32".split()
-FROM_ETC = "ld.so.cache passwd group nsswitch.conf protocols services localtime".split()
-ETC_TREES = "libibverbs.d alternatives".split()
+FOLDERS = ["boot", "boot/modules", "dev", "etc", "job", "proc", "root", "run", "sys", "tmp", "usr", "var", "var/tmp", "home"]
+FROM_USR = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"]
+FROM_ETC = ["ld.so.cache", "passwd", "group", "nsswitch.conf", "protocols", "services", "localtime"]
+ETC_TREES = ["libibverbs.d", "alternatives"]
 HOSTS = b"127.0.0.1 localhost rdma-vm\n10.99.0.1 rxe0\n"
 
 

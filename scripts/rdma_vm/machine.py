@@ -49,8 +49,8 @@ class Machine:
 
 
 def accelerator(asked: str) -> str:
-    """KVM without a module of the processor's own below it (a nested machine's kvm_pvm) was slower than TCG: a kernel that boots in
-    3 s emulated was still clearing its memory after 71 s."""
+    """KVM without a module of the processor's own below it (a nested machine's kvm_pvm) was slower than TCG: a kernel that boots
+    in 3 s emulated was still clearing its memory after 71 s."""
     if asked != "auto":
         return asked
     return "kvm" if os.access(KVM, os.W_OK) and any(module.exists() for module in KVM_MODULES) else "tcg"
@@ -68,7 +68,7 @@ def command_line(machine: Machine, out: int, err: int) -> list[str]:
     accel = accelerator(machine.accel)
     processor = ["-accel", "kvm", "-cpu", "host"] if accel == "kvm" else ["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]
     line = ["qemu-system-x86_64", "-M", "q35,usb=off", *processor, "-smp", str(machine.cpus), "-m", str(machine.memory_mib)]
-    line += "-nodefaults -no-user-config -display none -no-reboot -nic none".split()
+    line += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-nic", "none"]
     line += ["-kernel", str(machine.kernel.image), "-initrd", str(machine.initramfs), "-append", KERNEL_ARGUMENTS]
     line += ["-serial", f"file:{machine.console}", "-device", "virtio-serial-pci"]
     for name, descriptor in (("out", out), ("err", err)):

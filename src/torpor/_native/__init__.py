@@ -5,6 +5,7 @@ from .library import find_library
 from .objects import Arena, Import, Region, buffer_at
 from .torch_slot import TorchMode, TorchNews, TorchSlot, keep_forever, let_go
 from .types import CopyKind, DeviceStats, ExtentInfo, Op
+from .verbs import share_system_verbs
 
 __all__ = [
     "Arena",
@@ -24,4 +25,5 @@ __all__ = [
     "find_library",
     "keep_forever",
     "let_go",
+    "share_system_verbs",
 ]

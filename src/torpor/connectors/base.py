@@ -84,6 +84,18 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """What the transport itself tells of its reads, since the start."""
+
+    reads: int
+    descriptors: int  # after the transport has merged neighbours
+    bytes: int
+    post_s: float  # in the calls that post reads
+    transfer_s: float  # from the post to the last byte
+    notices: int  # of peers' reads, seen at the owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorStats:
     connector: str
     engine_id: str
@@ -96,6 +108,9 @@ class ConnectorStats:
     loads_failed: int
     bytes_received: int
     peers: tuple[PeerStats, ...] = ()
+    transfers: TransferStats | None = None  # None: the transport tells nothing
+    release_s: float = 0.0  # the last release and the last restore of the KV cache, failed ones too
+    restore_s: float = 0.0
 
 
 class KVConnectorScheduler(abc.ABC):

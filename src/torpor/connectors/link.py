@@ -64,6 +64,7 @@ class Link:
                 writing=load.writing,
                 stop=self._stopping.is_set,
                 deadline=time.monotonic() + timeout_s,
+                notice=wire.read_notice(load.lease, expected),
             )
             moved = self._remote.read(request, lambda: self._confirm(load, expected))
             self._confirm(load, expected)

@@ -18,6 +18,7 @@ class Options:
     max_peers: int = 64  # connections an owner holds, and engines a reader reads from
     socket_dir: str | None = None  # ipc: where the sockets of this user's engines are; None: a folder of the system's
     ucx_tls: str | None = None  # nixl: the one transport UCX may use ("tcp", "rc"); None: UCX chooses
+    backend: str = "UCX"  # nixl: NIXL's plugin; others than UCX work without sleep only
     staging_bytes: int = 32 << 20  # nixl: of the buffer that bytes wait in until they are known to be right
 
     @classmethod
@@ -38,7 +39,9 @@ class Options:
 
 
 def _check(name: str, value: object, default: object) -> None:
-    if isinstance(default, str | None):
+    if isinstance(default, str):
+        good = isinstance(value, str) and value != ""
+    elif default is None:
         good = isinstance(value, str | None) and value != ""
     elif isinstance(default, int):
         good = type(value) is int and value > 0

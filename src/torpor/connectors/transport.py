@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from torpor.connectors.base import TransferStats
 from torpor.connectors.doors import Credentials, Door
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
@@ -49,6 +50,7 @@ class BlockRead:
     writing: Callable[[], AbstractContextManager[None]]
     stop: Callable[[], bool]  # true when the read should end early
     deadline: float  # time.monotonic()
+    notice: bytes = b""  # for the owner when all has arrived, where the transport can take it along
 
 
 class RemoteMemory(abc.ABC):
@@ -107,6 +109,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def where(self) -> tuple[str, int]:
         """Host and port for ``kv_transfer_params``; valid after ``listen``."""
+
+    def take_notices(self) -> list[bytes]:
+        """What peers sent along with reads that have ended, since the last call. The engine's thread calls it at every step."""
+        return []
+
+    def transfers(self) -> TransferStats | None:
+        """What the transport tells of its reads. Any thread."""
+        return None
 
     def lets_go(self, credentials: Credentials | None) -> bool:
         """Whether a peer whose connection was lost can hold none of our memory any more."""

@@ -75,12 +75,13 @@ class Sleep:
             )
             raise StateError(message, state="capturing")
         released, traces = self._prepare(unmaps)
+        hooks_s = dict(self._shared.hooks.seconds_of)
         self._unmap(unmaps, released)
         self._drop_images()
         with self._phases("account"):
             accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._shared.on_host)
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
-        return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+        return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
 
     def _prepare(self, unmaps: list[Move]) -> tuple[list[Hook], list[Traces]]:
         """All that can be undone: M2, M4."""

@@ -65,7 +65,8 @@ class Wake:
         reports = tuple(_report(r, restored) for r in self._rises)
         with self._phases("hooks"):
             failures = self._come_back()
-        report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+        hooks_s = dict(self._shared.hooks.seconds_of)
+        report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
         if failures:
             raise restore_error(failures, report)
         return report
