@@ -10,9 +10,8 @@ import pytest
 import torch
 from connector_pairs import A, B, Pairs
 
-from torpor.connectors import ConnectorConfig, KVConnector, get_connector
+from torpor.connectors import ConnectorConfig, KVConnector, get_connector, pins
 from torpor.connectors import nixl_agent as agents
-from torpor.connectors import pins
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.ipc import IpcConnector, IpcTransport
 from torpor.connectors.options import Options

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl")
 UCX = "UCX"
+UCX_SETTINGS = "RCACHE_ENABLE=n"
 PROGRESS_DELAY_US = 1000
 SPIN_S = 0.0005
 NAP_S = 0.0002
@@ -98,7 +99,7 @@ class Agent:
     def __init__(self, name: str, *, serves: bool, tls: str | None, backend: str = UCX) -> None:
         """``serves``: peers will read from memory registered here, so a thread of NIXL's makes progress for them."""
         package = load_package()
-        settings = {"engine_config": "RCACHE_ENABLE=n" + (f",TLS={tls}" if tls else "")} if backend == UCX else {}
+        settings = {"engine_config": UCX_SETTINGS + (f",TLS={tls}" if tls else "")} if backend == UCX else {}
         with _translated(f"start an agent with backend {backend}"), _patient_progress(package):
             config = package.nixl_agent_config(enable_prog_thread=serves, capture_telemetry=not serves, backends=[])
             self._agent = package.nixl_agent(name, config)

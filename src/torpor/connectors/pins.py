@@ -29,6 +29,7 @@ class PinWatch:
     def __init__(self, pinned: Callable[[], int] = pinned_bytes) -> None:
         self._pinned = pinned
         self._held = 0
+        self.explained_bytes = 0  # VmPin when all that a registration had pinned was seen to be gone: none of it is the KV cache
 
     @property
     def held_bytes(self) -> int:
@@ -50,7 +51,7 @@ class PinWatch:
     @contextlib.contextmanager
     def deregistering(self) -> Iterator[None]:
         """Around a deregistration. TransportError when it leaves anything pinned; waits up to a second for it."""
-        before = self._pinned()
+        before, did_pin = self._pinned(), self._held > 0
         try:
             yield
             deadline = time.monotonic() + SETTLE_S
@@ -58,6 +59,7 @@ class PinWatch:
                 time.sleep(POLL_S)
         finally:
             self._held = max(0, self._held - max(0, before - self._pinned()))
+        self.explained_bytes = self._pinned() if did_pin and not self._held else 0
         if self._held:
             raise TransportError(
                 f"{self._held} bytes are still pinned by this process (pid {os.getpid()}) after the transport let the KV cache "

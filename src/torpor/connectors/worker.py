@@ -69,6 +69,7 @@ class PullWorker(KVConnectorWorker):
         self._registered = False
         self._may_be_held = False  # by the transport or by a peer: true from the first publication until a release succeeded
         self._release_s = self._restore_s = 0.0  # what the last ones took
+        self._memory: Memory | None = None  # whose KV cache is registered
         self._geometry: Geometry | None = None
         self._fence: FencePage | None = None
         self._leases: LeaseTable | None = None
@@ -82,6 +83,7 @@ class PullWorker(KVConnectorWorker):
         if self._geometry is not None:
             raise StateError("the KV cache is registered already", state="registered")
         pieces = sum(tag.resident_bytes for tag in memory.stats().tags if tag.tag == KV_TAG) // memory.config.extent_bytes
+        self._memory = memory
         make_room(2 * pieces)  # those that are published, and as many while it is looked at or published anew
         with memory.exports(KV_TAG) as exported:
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
@@ -181,6 +183,8 @@ class PullWorker(KVConnectorWorker):
                 self._registered = False
                 with self._pins.deregistering():
                     self._transport.unpublish()
+                if self._memory is not None:
+                    self._memory.explain_pins(self._pins.explained_bytes)
         except TorporError as error:
             error.fields["undo_failures"] = self._serve_again()
             raise

@@ -7,6 +7,7 @@ again. It is not rolled back: that would be a wake under a driver that has just 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,13 +87,14 @@ class Sleep:
     def _prepare(self, unmaps: list[Move]) -> tuple[list[Hook], list[Traces]]:
         """All that can be undone: M2, M4."""
         losing = [m.pool.tag for m in unmaps if m.pool.mapped_segments()]
+        self._shared.explained_pins = 0
         with self._phases("hooks"):
             released = self._shared.hooks.release(losing)
         try:
             for move in unmaps:
                 move.pool.shut_torch()
             self._save_images(unmaps)
-            return released, [_traces(m.pool) for m in unmaps]
+            return released, [_traces(m.pool, self._shared.explained_pins) for m in unmaps]
         except BaseException as error:
             self._undo(released, error)
             raise
@@ -143,8 +145,9 @@ class Sleep:
                     self._shared.images.release(segment)
 
 
-def _traces(pool: Pool) -> Traces:
-    return take_traces(pool.tag, pool.mapping, bool(pool.settings.exportable), pool.mapped_segments())
+def _traces(pool: Pool, explained_pins: int) -> Traces:
+    traces = take_traces(pool.tag, pool.mapping, bool(pool.settings.exportable), pool.mapped_segments())
+    return dataclasses.replace(traces, pinned_at_map=max(traces.pinned_at_map, explained_pins))
 
 
 def _mark_unmapped(segments: list[Segment]) -> None:
