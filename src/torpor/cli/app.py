@@ -35,6 +35,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("wake", "torpor.cli.admin", "Bring a sleeping server back to the same addresses."),
     Command("pause", "torpor.cli.admin", "Stop serving without giving memory back."),
     Command("resume", "torpor.cli.admin", "Serve again after a pause."),
+    Command(
+        "check-connector", "torpor.cli.check_connector", "Check a KV connector: does it follow a sleep, whatever goes wrong."
+    ),
     Command("bench", "torpor.cli.bench", "Measure time to first token, time per token and throughput of a server."),
 )
 # Options that take several values after one flag, as in `--prefill URL URL --decode URL`.

@@ -16,7 +16,7 @@ from torpor.cli.early import import_early
 from torpor.cli.flags import collect, command, keyword, naming_flags
 from torpor.cli.kv_transfer import parse_kv_transfer_config
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
-from torpor.cli.values import split_option
+from torpor.cli.values import typed_option
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine import collector
 from torpor.engine.base import EngineInfo
@@ -130,7 +130,7 @@ def connector_config(values: Mapping[str, Any]) -> ConnectorConfig | None:
     chosen = collect(ConnectorConfig, flags, values)
     changed = [f.flag for f in flags if values[f.name] != f.default]
     given = values["kv_transfer_config"]
-    options = dict(split_option("--kv-option", o) for o in values["kv_option"] or ())
+    options = dict(typed_option("--kv-option", o) for o in values["kv_option"] or ())
     if given is not None:
         vllm = parse_kv_transfer_config(given)
         twice = [f.flag for f in flags if f.flag in changed and f.field in vllm]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -57,3 +59,12 @@ def split_option(flag: str, text: str) -> tuple[str, str]:
     if not equals or not key:
         raise ConfigurationError(f"{flag} {text!r} is not KEY=VALUE", setting=flag, value=text)
     return key, value
+
+
+def typed_option(flag: str, text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` where a value that is JSON (a number, true, a list, an object) is that, and any other is text."""
+    key, value = split_option(flag, text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torpor.connectors.config import ConnectorConfig
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
@@ -111,6 +111,7 @@ class ConnectorStats:
     transfers: TransferStats | None = None  # None: the transport tells nothing
     release_s: float = 0.0  # the last release and the last restore of the KV cache, failed ones too
     restore_s: float = 0.0
+    children: tuple[ConnectorStats, ...] = ()  # of a connector that is made of others
 
 
 class KVConnectorScheduler(abc.ABC):
@@ -203,11 +204,33 @@ class KVConnectorWorker(abc.ABC):
         """Withdraw from peers, close sockets, threads and imports. Idempotent, never raises."""
 
 
+def works_by_layer(worker: KVConnectorWorker) -> bool:
+    """Whether it loads or saves inside the forward pass."""
+    names = ("wait_for_layer_load", "save_kv_layer", "wait_for_save")
+    return any(getattr(type(worker), name) is not getattr(KVConnectorWorker, name) for name in names)
+
+
+Reach = Literal["engine", "process", "processes"]
+"""Who can read what an engine handed over: that engine alone, engines of its process, or engines of other processes too."""
+
+FindsBy = Literal["params", "tokens"]
+"""How a reader knows what there is: from the ``kv_transfer_params`` of its request, or from the prompt's tokens."""
+
+
 class KVConnector(abc.ABC):
     """What the registry holds: a factory of the two sides, and static facts about the class."""
 
     supports_sleep_mode: ClassVar[bool] = False
     guarded: ClassVar[bool] = True  # P4: the KV cache's pool keeps zero pages in its range while it sleeps
+    reach: ClassVar[Reach] = "processes"
+    finds_by: ClassVar[FindsBy] = "params"
+    children: ClassVar[tuple[type[KVConnector], ...]] = ()  # of one that is made of others
+
+    @classmethod
+    def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        """The class for this configuration. One whose facts depend on its options gives back a subclass that knows them;
+        ConfigurationError for options that cannot be right."""
+        return cls
 
     @classmethod
     @abc.abstractmethod

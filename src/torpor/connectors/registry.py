@@ -7,7 +7,11 @@ import importlib
 from torpor.connectors.base import KVConnector
 from torpor.errors import ConnectorError
 
-KNOWN = {"ipc": "torpor.connectors.ipc:IpcConnector", "nixl": "torpor.connectors.nixl:NixlConnector"}
+KNOWN = {
+    "ipc": "torpor.connectors.ipc:IpcConnector",
+    "nixl": "torpor.connectors.nixl:NixlConnector",
+    "multi": "torpor.connectors.multi:MultiConnector",
+}
 
 
 def get_connector(name: str) -> type[KVConnector]:

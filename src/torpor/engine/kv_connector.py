@@ -25,6 +25,7 @@ def choose_connector(
         from torpor.connectors import get_connector  # transports are imported only where one is wanted
 
         kind = get_connector(config.connector)
+    kind = kind.configured(config)
     if sleep.enable_sleep_mode and not kind.supports_sleep_mode:
         raise refusal(config.connector, "cannot start with enable_sleep_mode")
     return kind, dataclasses.replace(config, engine_id=config.engine_id or secrets.token_hex(8))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torpor.connectors.base import ConnectorMetadata, KVConnectorWorker
+from torpor.connectors.base import ConnectorMetadata, KVConnectorWorker, works_by_layer
 from torpor.engine.config import EngineConfig
 from torpor.engine.gpu import follow_memory, gpu_facts, kv_budget_bytes, let_go, use_gpu
 from torpor.engine.graphs import GraphRunner, graph_obstacle
@@ -176,7 +176,7 @@ class Worker:
             raise StateError("a connector is registered already", state="registered")
         connector.register_kv_caches(self.kv_caches, spec, self.memory)
         self._connector = connector
-        if self._runner is not None and _works_by_layer(connector):
+        if self._runner is not None and works_by_layer(connector):
             self._runner.events = connector
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -225,11 +225,3 @@ def _set_threads(setting: int | None) -> int:
     threads = setting if setting is not None else min(usable_cores(), torch.get_num_threads())
     torch.set_num_threads(threads)
     return threads
-
-
-def _works_by_layer(connector: KVConnectorWorker) -> bool:
-    kind = type(connector)
-    return any(
-        getattr(kind, name) is not getattr(KVConnectorWorker, name)
-        for name in ("wait_for_layer_load", "save_kv_layer", "wait_for_save")
-    )

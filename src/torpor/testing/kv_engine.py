@@ -43,7 +43,8 @@ class KVEngine:
     ) -> None:
         """``kind``: the connector's class, found by ``config.connector`` when not given. ``memory``: the host driver when not
         given; with ``cuda`` the KV cache lies on that device."""
-        kind = kind or get_connector(config.connector)
+        kind = (kind or get_connector(config.connector)).configured(config)
+        self.kind = kind
         self.config = dataclasses.replace(config, engine_id=config.engine_id or secrets.token_hex(4))
         self.spec = spec
         self.memory = Memory(memory or MemoryConfig(driver="host", extent_bytes=1 << 20), device=device)
@@ -78,16 +79,19 @@ class KVEngine:
         request = _request(request_id, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         kept, params = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids], len(prompt))
-        if not kept or params is None:
+        if self.kind.finds_by == "params" and not (kept and params):
             raise AssertionError(f"request {request_id} was not handed off")
         self.step()
-        return params
+        return params or {}
 
-    def begin_load(self, request_id: str, prompt: Sequence[int], params: dict[str, Any], block_ids: Sequence[int]) -> int:
-        """Asks for a hand-off's KV; how many tokens will come. RequestError for params that are refused at the door."""
+    def begin_load(
+        self, request_id: str, prompt: Sequence[int], params: dict[str, Any], block_ids: Sequence[int], num_computed: int = 0
+    ) -> int:
+        """Asks for a hand-off's KV; how many tokens will come. RequestError for params that are refused at the door.
+        ``num_computed`` tokens, whole blocks, are there already: ``block_ids`` are for what comes after them."""
         request = _request(request_id, prompt, dict(params))
         self.scheduler.check_params(params, len(prompt))
-        tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        tokens, _ = self.scheduler.get_num_new_matched_tokens(request, num_computed)
         needed = -(-tokens // self.spec.block_size)
         self.scheduler.update_state_after_alloc(request, [BlockId(b) for b in block_ids[:needed]], tokens)
         self.step()
@@ -106,7 +110,13 @@ class KVEngine:
 
     def step(self) -> Finished:
         """What the worker does around the model's step."""
-        self.worker.start_load_kv(self.scheduler.build_connector_meta())
+        metadata = self.scheduler.build_connector_meta()
+        if metadata:
+            self.worker.start_load_kv(metadata)
+            for layer, tensor in self.kv_caches.items():
+                self.worker.wait_for_layer_load(layer)
+                self.worker.save_kv_layer(layer, tensor)
+            self.worker.wait_for_save()
         finished = self.worker.get_finished()
         for name in ("sending", "recving", "failed"):
             for request_id in getattr(finished, name):

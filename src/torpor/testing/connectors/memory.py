@@ -4,6 +4,7 @@ process share, and taken from there. It allocates a buffer while it registers, a
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,7 @@ from torpor.connectors.base import (
     KVConnectorScheduler,
     KVConnectorWorker,
     LoadRequest,
+    Reach,
 )
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.scheduler import PullScheduler
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 1 << 20
 
-_Key = tuple[str, int, bytes]  # epoch, lease, digest of the tokens
+_Key = tuple[KVCacheSpec, str, int, bytes]  # layout and model, epoch, lease, digest of the tokens
 
 
 class MemoryConnectorWorker(KVConnectorWorker):
@@ -43,7 +45,7 @@ class MemoryConnectorWorker(KVConnectorWorker):
         self.fail_restore = int(config.extra.get("fail_restore", 0))
         self.buffer: torch.Tensor | None = None  # what it allocated while registering: outside every pool (E1)
         self.kv_caches: dict[str, torch.Tensor] = {}
-        self._spec = spec
+        self._layout = dataclasses.replace(spec, num_blocks=0)  # that may differ between engines
         self._epoch = Epoch.first()
         self._registered = False
         self._keys: list[_Key] = []
@@ -67,7 +69,7 @@ class MemoryConnectorWorker(KVConnectorWorker):
             self._sent.add(hand_off.request_id)
             if hand_off.epoch != str(self._epoch):
                 continue
-            key = (hand_off.epoch, hand_off.lease, hand_off.digest)
+            key = (self._layout, hand_off.epoch, hand_off.lease, hand_off.digest)
             self.shelf[key] = self._stacked()[:, :, list(hand_off.block_ids)].clone()
             self._keys.append(key)
         for load in metadata.loads:
@@ -78,7 +80,7 @@ class MemoryConnectorWorker(KVConnectorWorker):
             parsed = kv_params.parse(load.params)
         except RequestError:
             return False
-        found = self.shelf.pop((parsed.torpor.epoch, parsed.torpor.lease, load.digest), None)
+        found = self.shelf.pop((self._layout, parsed.torpor.epoch, parsed.torpor.lease, load.digest), None)
         last = load.first_block + len(load.local_block_ids)
         if found is None or last > found.shape[2]:
             return False
@@ -103,6 +105,7 @@ class MemoryConnectorWorker(KVConnectorWorker):
         if self.fail_release > 0:
             self.fail_release -= 1
             raise TransportError("release_kv_caches was told to fail", transport="memory")
+        self._forget()
         self._registered = False
 
     def restore_kv_caches(self) -> None:
@@ -135,9 +138,13 @@ class MemoryConnectorWorker(KVConnectorWorker):
             bytes_received=self._counts["bytes"],
         )
 
+    def _forget(self) -> None:
+        """What was handed off under this epoch is nobody's to read any more (P1)."""
+        while self._keys:
+            self.shelf.pop(self._keys.pop(), None)
+
     def shutdown(self) -> None:
-        for key in self._keys:
-            self.shelf.pop(key, None)
+        self._forget()
         self._registered = False
         self.buffer = None
         self.kv_caches = {}
@@ -147,6 +154,7 @@ class MemoryConnector(KVConnector):
     """``extra``: ``fail_release``, ``fail_restore`` (counts)."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    reach: ClassVar[Reach] = "process"
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

@@ -1,0 +1,194 @@
+"""Which bytes arrive, and when: placement, following a sleep, reads that are too late."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from torpor.kvcache.types import KVCacheSpec
+from torpor.testing.connectors.outcomes import Failure, NotApplicable
+from torpor.testing.connectors.stage import Engine, Params, Stage
+
+LAYOUTS = 5
+CYCLES = 2
+IN_FLIGHT_TRIES = 6
+BIG = KVCacheSpec(
+    model_id="stand-in@1", num_layers=8, num_blocks=130, block_size=16, num_kv_heads=4, head_dim=32, dtype="float32"
+)  # 16 MiB for 64 blocks: some milliseconds of any transport
+
+
+def random_spec(rng: random.Random) -> KVCacheSpec:
+    return KVCacheSpec(
+        model_id="stand-in@1",
+        num_layers=rng.randint(1, 5),
+        num_blocks=rng.randint(7, 40),
+        block_size=rng.choice([2, 4, 8, 16]),
+        num_kv_heads=rng.randint(1, 4),
+        head_dim=rng.choice([4, 8, 12, 64]),
+        dtype=rng.choice(["float32", "float16", "bfloat16"]),
+    )
+
+
+def placement(stage: Stage) -> str:
+    """Bytes land in the right blocks, layers, halves and heads, and nowhere else; also behind a prefix that is there already."""
+    for index in range(LAYOUTS):
+        spec = random_spec(stage.random)
+        p, d = stage.pair(spec=spec)
+        count = stage.random.randint(2, min(6, spec.num_blocks // 2))
+        there, here = (stage.random.sample(range(spec.num_blocks), count) for _ in range(2))
+        if p is d:
+            here = stage.random.sample(sorted(set(range(spec.num_blocks)) - set(there)), count)
+        _place(stage, p, d, spec, there, here, prefix=index % 2)
+        stage.close()
+    return f"{LAYOUTS} layouts"
+
+
+def _place(stage: Stage, p: Engine, d: Engine, spec: KVCacheSpec, there: list[int], here: list[int], prefix: int) -> None:
+    prompt = stage.prompt(len(there), spec)
+    params = p.prefill(stage.request(), prompt, there)
+    before, owner_before = d.call("sums"), p.call("sums")
+    wanted = here[prefix:]
+    deadline = time.monotonic() + 10
+    while (outcome := d.call("read", stage.request(), prompt, params, wanted, prefix * spec.block_size)) == "nothing":
+        if stage.by_params or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    if outcome != "recving":
+        raise Failure(f"a read that must succeed ended as {outcome!r} with {spec}")
+    if not d.call("has_from", prompt, wanted[: d.call("blocks_asked")], prefix):
+        raise Failure(f"other bytes than were handed over, or in other places: {there} to {wanted} with {spec}")
+    changed = [block for block, (old, new) in enumerate(zip(before, d.call("sums"), strict=True)) if old != new]
+    if not set(changed) <= set(wanted):
+        raise Failure(f"blocks {sorted(set(changed) - set(wanted))} were written, which are not of the load ({wanted})")
+    if p is not d and p.call("sums") != owner_before:
+        raise Failure("reading changed the owner's KV cache")
+
+
+def follow(stage: Stage) -> str:
+    """After a sleep and a wake of P, of D, and of both, reads give the new bytes, and all memory had come back."""
+    apart = stage.subject.kind.reach == "processes"
+    p, d = stage.pair(apart=apart)
+    stage.carry(p, d, say="before any sleep")
+    rounds: list[list[Engine]] = [[p]] if p is d else [[p], [d], [p, d], [d, p]]
+    for cycle in range(CYCLES):
+        for who in rounds:
+            for engine in who:
+                engine.sleep()
+                _holds_nothing(engine)
+            for engine in who:
+                engine.wake()
+            names = " and ".join(engine.name for engine in who)
+            # The same blocks with other content: what was there before the sleep is wrong now.
+            stage.carry(p, d, say=f"after {names} slept (cycle {cycle + 1})")
+    return f"{CYCLES * len(rounds)} sleeps, P {'in another process' if apart else 'in this process'}"
+
+
+def _holds_nothing(engine: Engine) -> None:
+    """Of others, while it sleeps; and nobody has leave to read it."""
+    imports, grants = engine.call("imports"), engine.call("grants")
+    if imports or grants:
+        raise Failure(f"while {engine.name} sleeps it has {imports} imports of others, and {grants} grants to read it are open")
+
+
+def in_flight(stage: Stage) -> str:
+    """A sleep of either end while a read is under way: the read ends, right or failed, nothing writes to its blocks after that,
+    and the memory comes back."""
+    caught = 0
+    for index in range(IN_FLIGHT_TRIES):
+        p, d = stage.pair(spec=BIG)
+        sleeper = d if index % 2 else p
+        caught += _sleep_during_read(stage, p, d, sleeper, delay_s=0.001 * (index // 2))
+        stage.close()
+    if not caught:
+        raise NotApplicable("every read had ended before the sleep began")
+    return f"{caught} of {IN_FLIGHT_TRIES} reads caught in flight"
+
+
+def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, delay_s: float) -> bool:
+    there, here = list(range(64)), list(range(64, 128))
+    prompt, name = stage.prompt(64, BIG), stage.request()
+    params = p.prefill(stage.request(), prompt, there)
+    if not stage.by_params:
+        _until_found(d, prompt, stage)
+    tokens = d.call("ask", name, prompt, params, here)
+    time.sleep(delay_s)
+    flying = bool(d.call("stats_text")["in flight"] > 0)
+    sleeper.sleep()
+    outcome = d.call("wait", name) if tokens > 0 else "failed"
+    if sleeper is d:
+        if outcome == "recving" and flying:
+            raise Failure("a load that was under way when its engine slept was reported as complete: its KV is gone")
+        d.wake()
+        return flying
+    before = d.call("sums")
+    if outcome == "recving" and not d.has(prompt, here):
+        raise Failure("a load that was under way when its owner slept was reported as complete with wrong bytes")
+    time.sleep(0.05)
+    if d.call("sums") != before:
+        raise Failure(f"blocks of a load that was reported as {outcome!r} were written afterwards")
+    p.wake()
+    return flying
+
+
+def _until_found(d: Engine, prompt: list[int], stage: Stage) -> None:
+    deadline = time.monotonic() + 10
+    while not d.call("knows", prompt) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def late_read(stage: Stage) -> str:
+    """A read that comes when the owner sleeps yields no bytes, is answered soon, and kills nobody (P4)."""
+    _needs_peer(stage)
+    apart = stage.subject.kind.reach == "processes"
+    p, d = stage.pair(apart=apart)
+    stage.carry(p, d)
+    prompt = stage.prompt()
+    late = p.prefill(stage.request(), prompt, [1, 2, 3])
+    p.sleep()
+    stage.must_not_arrive(d, prompt, late, [4, 5, 6], "a read of a sleeping engine's KV")
+    p.wake()
+    stage.carry(p, d, say="after a late read")
+    return f"P {'in another process' if apart else 'in this process'}"
+
+
+def old_epoch(stage: Stage) -> str:
+    """What was handed over under another epoch is not read: after a wake, with a forged epoch, and of an engine that began anew
+    under the same name."""
+    _needs_peer(stage)
+    if not stage.by_params:
+        raise NotApplicable("it finds KV by the prompt's tokens: no reference names an epoch")
+    p, d = stage.pair()
+    stage.carry(p, d)
+    prompt = stage.prompt()
+    old = p.prefill(stage.request(), prompt, [1, 2, 3])
+    first = p.epoch()
+    p.sleep()
+    if p.epoch() is not None:
+        raise Failure(f"epoch() is {p.epoch()} while the KV cache is released")
+    p.wake()
+    if p.epoch() in (None, first):
+        raise Failure(f"the epoch after a wake is {p.epoch()}, before the sleep it was {first}")
+    # The same blocks have another prompt's KV now.
+    new = p.prefill(stage.request(), stage.prompt(), [1, 2, 3])
+    stage.must_not_arrive(d, prompt, old, [4, 5, 6], "a hand-off from before the sleep, read after the wake,")
+    _forged(stage, p, d, old, new, prompt)
+    return "an older, a forged and a restarted engine's"
+
+
+def _forged(stage: Stage, p: Engine, d: Engine, old: Params, new: Params, prompt: list[int]) -> None:
+    """``old`` with what ``new`` says of the epoch, whatever that is called: the blocks exist, and are another prompt's."""
+    forged = {**old, **{key: new[key] for key in new if key not in ("remote_request_id", "remote_block_ids")}}
+    stage.must_not_arrive(d, prompt, forged, [4, 5, 6], "an old hand-off under the new epoch")
+    kept = stage.prompt()
+    params = p.prefill(stage.request(), kept, [1, 2, 3])
+    p.close()
+    again = stage.engine("P", "producer")
+    fresh = again.prefill(stage.request(), stage.prompt(), [1, 2, 3])
+    moved = {**params, **{key: fresh[key] for key in fresh if key in ("remote_host", "remote_port")}}
+    stage.must_not_arrive(d, kept, moved, [4, 5, 6], "a hand-off of an engine that began anew since")
+    stage.carry(again, d, say="from an engine that began anew")
+
+
+def _needs_peer(stage: Stage) -> None:
+    if stage.subject.kind.reach == "engine":
+        raise NotApplicable("no other engine reads what it keeps")

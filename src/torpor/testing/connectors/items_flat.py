@@ -1,0 +1,67 @@
+"""Nothing grows from sleep to sleep."""
+
+from __future__ import annotations
+
+import time
+
+from torpor.testing.connectors.outcomes import Failure
+from torpor.testing.connectors.stage import Engine, Stage
+
+WARM_UP, CYCLES = 3, 8
+BYTES = ("pinned bytes", "mapped bytes of memory files", "device bytes", "imports", "bytes for images")
+RESOURCES = ("descriptors", "threads", "Python threads")
+SETTLE_S = 2.0  # for threads that end a moment after they were told to
+RESIDENT_SLACK_BYTES = 256 << 10  # a cycle: what an allocator takes and gives
+
+
+def bytes_flat(stage: Stage) -> str:
+    """Host and device bytes are the same after every sleep and wake: nothing is registered, pinned, mapped or kept twice."""
+    grown, resident = _cycles(stage, BYTES)
+    if grown:
+        raise Failure(f"over {CYCLES} cycles: {grown}")
+    if resident > CYCLES * RESIDENT_SLACK_BYTES:
+        raise Failure(f"this process has {resident} bytes more after {CYCLES} cycles")
+    return f"{CYCLES} cycles"
+
+
+def resources_flat(stage: Stage) -> str:
+    """Descriptors and threads are as many after every sleep and wake."""
+    grown, _ = _cycles(stage, RESOURCES)
+    if grown:
+        raise Failure(f"over {CYCLES} cycles: {grown}")
+    return f"{CYCLES} cycles"
+
+
+def _cycles(stage: Stage, names: tuple[str, ...]) -> tuple[str, int]:
+    """What is more at the end than after the warm-up, and by how much the resident memory is."""
+    p, d = stage.pair()
+    for _ in range(WARM_UP):
+        _cycle(stage, p, d)
+    before = _asleep(stage, p, d)
+    for _ in range(CYCLES - 1):
+        _cycle(stage, p, d)
+    after = _asleep(stage, p, d)
+    deadline = time.monotonic() + SETTLE_S
+    while any(after[name] > before[name] for name in names) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        after = p.call("vitals")
+    grown = ", ".join(f"{name} {before[name]} to {after[name]}" for name in names if after[name] > before[name])
+    return grown, after["resident bytes"] - before["resident bytes"]
+
+
+def _cycle(stage: Stage, p: Engine, d: Engine) -> None:
+    _asleep(stage, p, d)
+    for engine in [p] if p is d else [p, d]:
+        engine.wake()
+
+
+def _asleep(stage: Stage, p: Engine, d: Engine) -> dict[str, int]:
+    """What the process has while both sleep, and so nothing of each other; both woke before."""
+    if p.call("residency") != "resident":
+        for engine in [p] if p is d else [p, d]:
+            engine.wake()
+    stage.carry(p, d)
+    for engine in [p] if p is d else [p, d]:
+        engine.sleep()
+    vitals: dict[str, int] = p.call("vitals")
+    return vitals

@@ -1,0 +1,99 @@
+"""The conformance suite: sound connectors pass it, and every fault is caught by the item that it belongs to."""
+
+from __future__ import annotations
+
+import pytest
+from faulty_connectors import MUTANTS, SOCKETS, Mutant
+
+from torpor.errors import ConfigurationError, ConnectorError
+from torpor.testing.connectors import ITEMS, PinnedConnector, Report, Status, Subject, UnfollowedPinned, check_connector
+
+HERE = [item.name for item in ITEMS if not item.processes]
+MULTI = {"connectors": ["torpor.testing.connectors:MemoryConnector", "torpor.testing.connectors:PinnedConnector"]}
+
+
+def shown(report: Report) -> str:
+    return "\n".join(f"{o.item}: {o.status.value}: {o.reason}" for o in report.outcomes)
+
+
+def caught_by(mutant: Mutant, items: list[str] | None) -> list[str]:
+    return [outcome.item for outcome in check_connector(Subject.of(mutant.kind, extra=mutant.extra), items=items).failed]
+
+
+class TestSound:
+    @pytest.mark.parametrize("name", ["memory", "pinned"])
+    def test_a_sound_connector_passes(self, name: str) -> None:
+        report = check_connector(Subject.of(name))
+        assert report.passed, shown(report)
+        unsaid = {outcome.item for outcome in report.outcomes if outcome.status is Status.NOT_APPLICABLE}
+        assert unsaid <= {"peer crash", "silent peer", *(["in-flight read"] if name == "memory" else [])}
+
+    def test_several_in_one_pass_too(self) -> None:
+        report = check_connector(Subject.of("multi", extra=MULTI), items=HERE)
+        assert report.passed, shown(report)
+
+    @pytest.mark.slow
+    @pytest.mark.integration
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("name", ["ipc", "nixl", "multi"])
+    def test_between_processes(self, name: str) -> None:
+        if name == "nixl":
+            pytest.importorskip("nixl_cu13")
+        extra = {"connectors": ["ipc", "torpor.testing.connectors:PinnedConnector"]} if name == "multi" else None
+        report = check_connector(Subject.of(name, extra=extra))
+        assert report.passed, shown(report)
+        assert all(outcome.status is Status.PASSED for outcome in report.outcomes), shown(report)
+
+    def test_e4_one_that_does_not_declare_support_is_refused_and_not_asked_further(self) -> None:
+        report = check_connector(Subject.of("torpor.testing.connectors:UnsupportedConnector"))
+        assert report.passed, shown(report)
+        by_name = {outcome.item: outcome for outcome in report.outcomes}
+        assert "refused" in by_name["refusal"].reason
+        assert by_name["follow"].status is Status.NOT_APPLICABLE
+        assert "supports_sleep_mode" in by_name["follow"].reason
+
+
+class TestFaults:
+    def test_there_is_a_fault_for_every_item(self) -> None:
+        assert {mutant.item for mutant in MUTANTS} == {item.name for item in ITEMS}
+
+    @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.item in HERE], ids=lambda m: m.name)
+    def test_it_is_caught(self, mutant: Mutant) -> None:
+        assert caught_by(mutant, [mutant.item]) == [mutant.item]
+
+    @pytest.mark.integration
+    @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.item not in HERE], ids=lambda m: m.name)
+    def test_it_is_caught_between_processes(self, mutant: Mutant) -> None:
+        assert caught_by(mutant, [mutant.item]) == [mutant.item]
+
+    @pytest.mark.slow
+    @pytest.mark.integration
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+    def test_by_that_item_and_no_other(self, mutant: Mutant) -> None:
+        assert caught_by(mutant, None) == [mutant.item]
+
+    def test_a_registration_that_does_not_follow_is_caught_wherever_a_sleep_is(self) -> None:
+        report = check_connector(Subject.of(UnfollowedPinned, extra=SOCKETS), items=["follow", "late read", "bytes flat"])
+        assert [outcome.status for outcome in report.outcomes] == [Status.FAILED] * 3
+        assert all("pinned by this process" in outcome.reason for outcome in report.outcomes), shown(report)
+
+
+class TestSubject:
+    def test_a_class_that_others_cannot_import_is_refused(self) -> None:
+        class Local(PinnedConnector):
+            pass
+
+        with pytest.raises(ConfigurationError, match="top of a module"):
+            Subject.of(Local)
+
+    def test_an_unknown_item_lists_the_known(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"no item is called dreams; known: refusal, placement"):
+            check_connector(Subject.of("memory"), items=["dreams"])
+
+    def test_an_unknown_connector_is_an_error(self) -> None:
+        with pytest.raises(ConnectorError):
+            Subject.of("carrier pigeon")
+
+    def test_every_item_says_what_it_proves(self) -> None:
+        assert all(item.says and item.proves for item in ITEMS)
