@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, runner, scheduling, server, torch_pools
+from mutants import connectors, engine, hand_offs, memory, memory_images, native, rdma, runner, scheduling, server, torch_pools
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -10,6 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory_images.MUTANTS,
     *engine.MUTANTS,
     *connectors.MUTANTS,
+    *rdma.MUTANTS,
     *hand_offs.MUTANTS,
     *scheduling.MUTANTS,
     *server.MUTANTS,

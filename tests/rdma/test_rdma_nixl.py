@@ -80,6 +80,7 @@ def test_p1_p2_p4a_followed_everything_comes_back_and_peers_read_new_bytes(child
     assert told.transfer_s > 0
 
 
+@pytest.mark.slow
 def test_both_asleep_and_awake_again(children: list[Child]) -> None:
     p = start(children, "P", "producer")
     d = start(children, "D", "consumer")
@@ -187,7 +188,13 @@ class RawReader:
         self.agent.close()
 
 
-@pytest.mark.parametrize(("settings", "kept"), [("", True), ("RCACHE_ENABLE=n", False)], ids=["UCX's default", "torpor's"])
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        pytest.param("", True, id="UCX's default"),
+        pytest.param("RCACHE_ENABLE=n", False, id="torpor's", marks=pytest.mark.slow),
+    ],
+)
 def test_ucx_keeps_a_deregistered_region_unless_its_cache_is_off(children: list[Child], settings: str, kept: bool) -> None:
     """The trap: memory that does not come back, and old bytes under *fresh* metadata."""
     owner, reader = Child(functools.partial(RawOwner, settings)), Child(RawReader)

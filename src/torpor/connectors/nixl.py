@@ -30,6 +30,7 @@ from torpor.connectors.nixl_reads import NixlRemote, Station, memory_kind
 from torpor.connectors.nixl_registrations import Registrations
 from torpor.connectors.nixl_tally import Tally
 from torpor.connectors.options import Options
+from torpor.connectors.pins import changing_pins
 from torpor.connectors.scheduler import PullScheduler
 from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
 from torpor.connectors.wire import Offer
@@ -150,7 +151,7 @@ class NixlTransport(Transport):
     def _dispose(self, station: Station) -> bool:
         """Closes a station, or sets it aside while a read of it is in flight, or NIXL does not let its buffer go. Whether nothing
         of it can reach the peer any more."""
-        with self._lock:
+        with changing_pins, self._lock:  # in this order: a release holds the first
             stations, self._set_aside = [*self._set_aside, station], []
             self._set_aside = [s for s in stations if not s.close()]
             if not station.detached:

@@ -16,6 +16,7 @@ from torpor.connectors.geometry import Geometry
 from torpor.connectors.nixl_agent import Agent, Indices, Read, Rows
 from torpor.connectors.nixl_tally import Tally
 from torpor.connectors.options import Options
+from torpor.connectors.pins import changing_pins
 from torpor.connectors.transport import BlockRead, RemoteMemory
 from torpor.connectors.wire import Offer
 from torpor.errors import HandshakeError, PeerError, TransportError
@@ -42,7 +43,6 @@ class Station:
         self.slots = max(1, min(ours.spec.num_blocks, options.staging_bytes // (self.arrays * block_bytes)))
         self.nbytes = self.slots * self.arrays * block_bytes
         self.kind, self.device = kind, device
-        self.agent = Agent(name, serves=False, tls=options.ucx_tls, backend=options.backend)
         self._tally = tally or Tally()
         where = f"cuda:{device}" if kind == "VRAM" else "cpu"
         self._staging = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
@@ -52,8 +52,10 @@ class Station:
         self.flight: Read | None = None
         self._peer: str | None = None
         self._undo: deque[Callable[[], object]] = deque()  # what is left to be done until this is closed, newest first
-        self._register(self.address, self.nbytes, kind, device)
-        self._register(self.words.ctypes.data, mmap.PAGESIZE, "DRAM", 0)
+        with changing_pins:
+            self.agent = Agent(name, serves=False, tls=options.ucx_tls, backend=options.backend)
+            self._register(self.address, self.nbytes, kind, device)
+            self._register(self.words.ctypes.data, mmap.PAGESIZE, "DRAM", 0)
         self.blocks = self._prepare(None, rows((self.address, block_bytes, device, self.slots * self.arrays)), kind)
         self.look = self._prepare(None, rows((self.words.ctypes.data, WORD_BYTES, 0, HEADER_WORDS + 1)), "DRAM")
 
@@ -86,14 +88,15 @@ class Station:
         if self.flight is not None and self.flight.in_flight:
             return False
         self.flight = None
-        while self._undo:
-            try:
-                self._undo[0]()
-            except Exception as error:  # NIXL's own for lists, ours for the rest
-                logger.warning("a buffer of NIXL's cannot be given up yet: %s", error)
-                return False
-            self._undo.popleft()
-        self.agent.close()
+        with changing_pins:
+            while self._undo:
+                try:
+                    self._undo[0]()
+                except Exception as error:  # NIXL's own for lists, ours for the rest
+                    logger.warning("a buffer of NIXL's cannot be given up yet: %s", error)
+                    return False
+                self._undo.popleft()
+            self.agent.close()
         return True
 
     def _register(self, address: int, nbytes: int, kind: str, device: int) -> None:

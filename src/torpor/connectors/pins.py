@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,8 @@ from torpor.memory.procfs import pinned_bytes
 
 SETTLE_S = 1.0  # a driver may unpin a moment after the call that asked for it
 POLL_S = 0.01
+
+changing_pins = threading.RLock()  # of this process: whoever registers or deregisters, while somebody looks at their sum
 
 
 class PinWatch:
@@ -39,6 +42,10 @@ class PinWatch:
     @contextlib.contextmanager
     def registering(self, nbytes: int) -> Iterator[None]:
         """Around a registration of ``nbytes``. Pins that a failed release left count once, whoever takes them over."""
+        with changing_pins:
+            yield from self._registering(nbytes)
+
+    def _registering(self, nbytes: int) -> Iterator[None]:
         before, whole = self._pinned(), False
         try:
             yield
@@ -51,6 +58,10 @@ class PinWatch:
     @contextlib.contextmanager
     def deregistering(self) -> Iterator[None]:
         """Around a deregistration. TransportError when it leaves anything pinned; waits up to a second for it."""
+        with changing_pins:
+            yield from self._deregistering()
+
+    def _deregistering(self) -> Iterator[None]:
         before, did_pin = self._pinned(), self._held > 0
         try:
             yield

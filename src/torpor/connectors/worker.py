@@ -123,7 +123,7 @@ class PullWorker(KVConnectorWorker):
         if self._reader is not None:
             self._reader.close(deadline)
         try:
-            self._transport.close()
+            self._deregister(self._transport.close)
         except TorporError as error:
             logger.warning("closing the transport: %s", error)
         if self._fence is not None:
@@ -181,14 +181,18 @@ class PullWorker(KVConnectorWorker):
             if self._owner is not None:
                 self._owner.withdraw(deadline)
                 self._registered = False
-                with self._pins.deregistering():
-                    self._transport.unpublish()
-                if self._memory is not None:
-                    self._memory.explain_pins(self._pins.explained_bytes)
+                self._deregister(self._transport.unpublish)
         except TorporError as error:
             error.fields["undo_failures"] = self._serve_again()
             raise
         self._registered = self._may_be_held = False
+
+    def _deregister(self, let_go: Callable[[], None]) -> None:
+        """P4a. What the transport keeps pinned for itself is told to the memory layer, which knows pins by their sum only."""
+        with self._pins.deregistering():
+            let_go()
+        if self._memory is not None:
+            self._memory.explain_pins(self._pins.explained_bytes)
 
     def restore_kv_caches(self) -> None:
         if not self._registered:

@@ -105,7 +105,8 @@ class Memory:
 
     def explain_pins(self, nbytes: int) -> None:
         """For a ``before_unmap`` hook that has seen the pins of its registration go: what this process still has pinned by now
-        (``nbytes`` of VmPin) is no memory of a pool, but the transport's own buffers. Counts for the sleep that is under way."""
+        (``nbytes`` of VmPin) is no memory of a pool, but the transport's own buffers. Counts for one sleep: the one under way,
+        or the next."""
         self._shared.explained_pins = max(self._shared.explained_pins, nbytes)
 
     def mark_valid(self, tag: str) -> None:

@@ -67,6 +67,12 @@ class Sleep:
         self._phases = Phases()
 
     def run(self) -> SleepReport:
+        try:
+            return self._run()
+        finally:
+            self._shared.explained_pins = 0
+
+    def _run(self) -> SleepReport:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
         for move in unmaps:
             move.pool.require_nobody_inside()
@@ -87,7 +93,6 @@ class Sleep:
     def _prepare(self, unmaps: list[Move]) -> tuple[list[Hook], list[Traces]]:
         """All that can be undone: M2, M4."""
         losing = [m.pool.tag for m in unmaps if m.pool.mapped_segments()]
-        self._shared.explained_pins = 0
         with self._phases("hooks"):
             released = self._shared.hooks.release(losing)
         try:
