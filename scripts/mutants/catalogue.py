@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from mutants import connectors, engine, hand_offs, memory, memory_images, native, rdma, runner, scheduling, server, torch_pools
+from mutants import (
+    connectors,
+    engine,
+    hand_offs,
+    memory,
+    memory_images,
+    native,
+    rdma,
+    runner,
+    scheduling,
+    server,
+    suite,
+    torch_pools,
+)
 from mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -17,4 +30,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *native.MUTANTS,
     *runner.MUTANTS,
     *torch_pools.MUTANTS,
+    *suite.MUTANTS,
 )

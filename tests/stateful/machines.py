@@ -1,6 +1,6 @@
 from __future__ import annotations
 
 from engine_machine import EngineMachine
-from pair_machine import IpcPair, NixlPair
+from pair_machine import PAIRS
 
-MACHINES = {"engine": EngineMachine, "ipc": IpcPair, "nixl": NixlPair}
+MACHINES = {"engine": EngineMachine, **PAIRS}

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from checked_worker import EOS_IDS, CheckedWorker, reference
+from pair_connectors import CONNECTORS, cut, placed, pull_workers
 
 from torpor.connectors import ConnectorConfig
-from torpor.connectors.worker import PullWorker
+from torpor.connectors.leases import LeaseTable
 from torpor.engine.base import EngineState
 from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.executor import UniprocExecutor
@@ -70,16 +71,16 @@ class Side:
         handed_off: Callable[[Asked], None],
     ) -> None:
         engine_id = {"producer": "P", "consumer": "D"}[role]
-        extra = {"connect_timeout_s": 10.0, "handshake_timeout_s": 10.0, "read_timeout_s": 10.0}
+        asked = CONNECTORS[connector]
         self.name = engine_id
         self.connector = ConnectorConfig(
-            connector=connector,
+            connector=asked.path,
             role=role,
             engine_id=engine_id,
             withdraw_timeout_s=WITHDRAW_S,
             lease_heartbeat_s=1.0,
             handoff_lease_s=LEASE_S,
-            extra=extra | ({"socket_dir": str(folder)} if connector == "ipc" else {}),
+            extra=placed(asked.extra, str(folder)),
         )
         scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, handoff_lease_s=LEASE_S)
         self.config = EngineConfig(
@@ -108,9 +109,17 @@ class Side:
             background=self.background,
             clock=self.clock,
         )
-        assert isinstance(self.worker.connector, PullWorker)
-        if self.worker.connector._leases is not None:
-            self.worker.connector._leases._clock = self.clock
+        assert pull_workers(self.worker.connector)
+        for table in self.lease_tables():
+            table._clock = self.clock
+
+    def lease_tables(self) -> list[LeaseTable]:
+        return [worker._leases for worker in pull_workers(self.worker.connector) if worker._leases is not None]
+
+    def crash(self) -> None:
+        """Peers lose it without a word, and it begins anew."""
+        cut(self.worker.connector)
+        self.restart()
 
     def restart(self) -> None:
         self.shut_down()
@@ -223,10 +232,8 @@ class Side:
 
     def _check_leases(self) -> None:
         """Whoever may be read still has its blocks."""
-        assert isinstance(self.worker.connector, PullWorker)
-        table = self.worker.connector._leases
-        if table is None or self.in_transaction:
+        if self.in_transaction:
             return
         kept = self.core.scheduler._queues.handed_off
-        for lease in list(table._leases.values()):
+        for lease in [lease for table in self.lease_tables() for lease in list(table._leases.values())]:
             assert lease.request_id in kept, f"{lease.request_id} may be read, and its blocks are free"

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from pair_machine import IpcPair, NixlPair
+from hypothesis.stateful import run_state_machine_as_test
+from pair_connectors import CONNECTORS
+from pair_machine import PAIRS
 
 # The connectors' threads are real: a failure may not repeat, and is no less one. Nothing is shrunk here: a history that waits in
 # vain takes half a minute each time.
-IpcPair.TestCase.settings = settings(
-    max_examples=12,
+BOUNDED = settings(
     stateful_step_count=30,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-NixlPair.TestCase.settings = settings(IpcPair.TestCase.settings, max_examples=4)
-
-
-class TestIpcPair(IpcPair.TestCase):
-    pass
 
 
 @pytest.mark.timeout(240)
-class TestNixlPair(NixlPair.TestCase):
-    pass
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_random_histories_of_a_pair(name: str) -> None:
+    """Never a wrong token, a hang, or a block that leaks."""
+    if CONNECTORS[name].package is not None:
+        pytest.importorskip(CONNECTORS[name].package)
+    run_state_machine_as_test(PAIRS[name], settings=settings(BOUNDED, max_examples=CONNECTORS[name].examples))

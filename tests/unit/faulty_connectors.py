@@ -181,6 +181,38 @@ class Dreamer(FaultyPinned):
     worker = DreamerWorker
 
 
+class TalkativeWorker(PullWorker):
+    """Reports of every request, also of one that loads nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told: set[str] = set()
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        self.told |= {load.request_id for load in metadata.loads if not load.local_block_ids}
+        super().start_load_kv(metadata)
+
+    def get_finished(self) -> Finished:
+        found, told = super().get_finished(), frozenset(self.told)
+        self.told.clear()
+        return dataclasses.replace(found, recving=found.recving | told)
+
+
+class Talkative(FaultyPinned):
+    worker = TalkativeWorker
+
+
+class MiserlyWorker(PullWorker):
+    """Keeps the blocks of hand-offs that a peer has read."""
+
+    def get_finished(self) -> Finished:
+        return dataclasses.replace(super().get_finished(), sending=frozenset())
+
+
+class Miserly(FaultyPinned):
+    worker = MiserlyWorker
+
+
 class SameEpochWorker(PullWorker):
     def restore_kv_caches(self) -> None:
         if not self._registered and self._epoch is not None:
@@ -443,6 +475,8 @@ MUTANTS = (
     Mutant(SpeaksForItsChildren, "refusal", CHILDREN),
     Mutant(PrefixBlind, "placement", SOCKETS),
     Mutant(Greedy, "own buffers", SOCKETS),
+    Mutant(Talkative, "blocks end", SOCKETS),
+    Mutant(Miserly, "blocks end", SOCKETS),
     Mutant(Credulous, "wrong requests", SOCKETS),
     Mutant(ModelBlind, "other layout", SOCKETS),
     Mutant(OldBytes, "follow", SOCKETS),

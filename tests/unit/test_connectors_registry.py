@@ -16,10 +16,12 @@ from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.ipc import IpcConnector, IpcTransport
 from torpor.connectors.options import Options
 from torpor.connectors.pins import PinWatch
+from torpor.connectors.registry import KNOWN
 from torpor.connectors.transport import Publication
 from torpor.connectors.worker import PullWorker
 from torpor.errors import ConnectorError, HookError, TransportError
 from torpor.kvcache.types import KVCacheSpec
+from torpor.memory.procfs import pinned_bytes
 from torpor.memory.types import Residency
 from torpor.testing.connectors import MemoryConnector, MemoryConnectorWorker, UnsupportedConnector
 from torpor.testing.kv_engine import KVEngine
@@ -46,8 +48,9 @@ class TestNames:
         assert caught.value.fields["connector"] == name
 
     def test_an_unknown_one_lists_the_known(self) -> None:
-        with pytest.raises(ConnectorError, match=r"ipc, nixl, or module:Class"):
-            get_connector("mooncake")
+        with pytest.raises(ConnectorError) as caught:
+            get_connector("pigeon")
+        assert f"known: {', '.join(KNOWN)}, or module:Class" in str(caught.value)
 
     def test_without_its_package_nixl_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in agents.PACKAGES:
@@ -109,6 +112,50 @@ class TestMemoryConnector:
         assert p.memory.stats().tag("kv_cache").residency is Residency.RESIDENT
         p.wake()
         assert p.worker.epoch() is not None
+
+
+class TestPinnedConnector:
+    """What stands for RDMA in the conformance suite behaves as an RDMA registration does."""
+
+    @pytest.fixture
+    def pair(self, tmp_path: Path) -> Iterator[tuple[KVEngine, KVEngine]]:
+        assert pinning_is_permitted(), "io_uring is needed for this"
+        pairs = Pairs("torpor.testing.connectors:PinnedConnector", tmp_path)
+        extra = {"socket_dir": str(tmp_path / "kv")}
+        yield pairs.pair(extra=extra)
+        pairs.close()
+
+    def test_p4a_what_is_published_is_pinned_until_it_is_released(self, pair: tuple[KVEngine, KVEngine]) -> None:
+        p, _ = pair
+        nbytes = p.worker.stats().registered_bytes
+        before = pinned_bytes()
+        assert before >= nbytes > 0
+        assert p.sleep().held_bytes == 0
+        assert pinned_bytes() == before - nbytes
+        p.wake()
+        assert pinned_bytes() == before
+
+    def test_a_key_of_before_opens_nothing(self, pair: tuple[KVEngine, KVEngine]) -> None:
+        p, d = pair
+        assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+        (region,) = p.worker._transport.regions  # type: ignore[attr-defined]
+        assert len(region.read(0, 16)) == 16
+        p.sleep()
+        with pytest.raises(TransportError, match="registration is gone"):
+            region.read(0, 16)
+
+    def test_a_registration_that_stays_reads_the_old_pages(self, tmp_path: Path) -> None:
+        pairs = Pairs("torpor.testing.connectors:UnfollowedPinned", tmp_path)
+        try:
+            p, d = pairs.pair(extra={"socket_dir": str(tmp_path / "kv")})
+            assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+            report = p.sleep()
+            assert report.held_bytes == report.unmapped_bytes
+            p.wake()
+            assert d.load("s", B, p.prefill("s", B, [1, 2, 3]), [4, 5, 6]) == "recving"
+            assert d.has(A, [4, 5, 6]), "the pages from before the sleep, with success"
+        finally:
+            pairs.close()
 
 
 class StickyTransport(IpcTransport):

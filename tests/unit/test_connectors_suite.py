@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import sys
+import threading
+import time
+
 import pytest
 from faulty_connectors import MUTANTS, SOCKETS, Mutant
 
+from torpor.cli import main
+from torpor.connectors import nixl_agent as agents
 from torpor.errors import ConfigurationError, ConnectorError
-from torpor.testing.connectors import ITEMS, PinnedConnector, Report, Status, Subject, UnfollowedPinned, check_connector
+from torpor.testing.connectors import (
+    ITEMS,
+    Item,
+    PinnedConnector,
+    Report,
+    Status,
+    Subject,
+    UnfollowedPinned,
+    check_connector,
+    run_items,
+)
+from torpor.testing.connectors.stage import Stage
 
 HERE = [item.name for item in ITEMS if not item.processes]
 MULTI = {"connectors": ["torpor.testing.connectors:MemoryConnector", "torpor.testing.connectors:PinnedConnector"]}
@@ -77,6 +97,81 @@ class TestFaults:
         report = check_connector(Subject.of(UnfollowedPinned, extra=SOCKETS), items=["follow", "late read", "bytes flat"])
         assert [outcome.status for outcome in report.outcomes] == [Status.FAILED] * 3
         assert all("pinned by this process" in outcome.reason for outcome in report.outcomes), shown(report)
+
+
+class TestLimits:
+    def test_an_item_that_hangs_has_failed(self) -> None:
+        ended = threading.Event()
+
+        def hangs(stage: Stage) -> str:
+            ended.wait()
+            return ""
+
+        begun = time.monotonic()
+        (outcome,) = run_items(Subject.of("memory"), [Item("hangs", "P2", hangs, limit_s=0.2)])
+        assert time.monotonic() - begun < 5
+        assert outcome.status is Status.FAILED
+        assert "has not ended after" in outcome.reason
+        ended.set()
+
+    def test_what_an_item_raises_is_its_failure_with_its_place(self) -> None:
+        def raises(stage: Stage) -> str:
+            raise ZeroDivisionError("of the suite itself")
+
+        (outcome,) = run_items(Subject.of("memory"), [Item("raises", "P2", raises)])
+        assert outcome.status is Status.FAILED
+        assert "ZeroDivisionError: of the suite itself" in outcome.reason
+        assert "test_connectors_suite.py" in outcome.reason
+
+    def test_nothing_shown_is_not_conforming(self) -> None:
+        report = check_connector(Subject.of("memory"), items=["peer crash"])
+        assert not report.passed
+        assert not report.failed
+
+
+class TestCommand:
+    def run(self, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["check-connector", *arguments])
+        logging.disable(logging.NOTSET)
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    def test_a_table_with_a_row_for_every_item(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, text = self.run("memory", "--only", "double sleep", "--only", "peer crash", capsys=capsys)
+        assert status == 0
+        assert "memory: conforms" in text
+        assert re.search(r"double sleep +M9 +passed", text)
+        assert re.search(r"peer crash +P2 P5 +not applicable .*its reach is 'process'", text)
+
+    def test_a_failure_ends_with_1_and_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, text = self.run("faulty_connectors:OnceOnly", "--only", "double sleep", "--json", capsys=capsys)
+        (outcome,) = json.loads(text)
+        assert (status, outcome["status"]) == (1, "failed")
+        assert "released already" in outcome["reason"]
+
+    def test_options_are_json_where_they_read_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        only = ["--only", "own buffers"]
+        assert self.run("pinned", "--option", "read_timeout_s=5", *only, capsys=capsys)[0] == 0
+        assert self.run("pinned", "--option", "read_timeout_s=soon", *only, capsys=capsys)[0] == 2
+
+    def test_without_its_package_it_ends_with_2_and_says_what_to_install(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for package in agents.PACKAGES:
+            monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit) as ended:
+            main(["check-connector", "nixl"])
+        logging.disable(logging.NOTSET)
+        assert ended.value.code == 2
+        assert "pip install 'torpor[nixl]'" in " ".join(capsys.readouterr().err.split())
+
+    def test_a_class_that_is_not_there_ends_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run("no.such:Thing", capsys=capsys)[0] == 2
+
+    def test_what_every_item_looks_at(self, capsys: pytest.CaptureFixture[str]) -> None:
+        status, text = self.run("ipc", "--explain", capsys=capsys)
+        assert status == 0
+        assert all(item.name in text for item in ITEMS)
 
 
 class TestSubject:

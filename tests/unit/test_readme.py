@@ -52,5 +52,15 @@ def test_the_commands_it_names_parse() -> None:
         command.make_context(name, arguments)
 
 
+def test_the_page_for_connectors_of_your_own_keeps_its_promises() -> None:
+    from torpor.testing.connectors import ITEMS
+
+    page = (ROOT / "docs" / "connectors.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(code, "docs/connectors.md", "exec"), {})
+    rows = re.findall(r"^\| ([\w ,-]+) \| [EPM]\d", page, flags=re.MULTILINE)
+    assert [name for row in rows for name in row.split(", ")] == [item.name for item in ITEMS]
+
+
 def test_its_size() -> None:
     assert README.count("\n") < 150

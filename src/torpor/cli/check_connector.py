@@ -14,10 +14,12 @@ from rich.table import Table
 
 from torpor.cli.console import err, guarded, options, out
 from torpor.cli.values import typed_option
+from torpor.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torpor.testing.connectors import Outcome, Report
 
+CUDA_EXTENT_BYTES = 2 << 20  # the driver's own granularity: the KV caches are small
 STYLES = {"passed": "green", "failed": "bold red", "not applicable": "yellow"}
 
 
@@ -52,7 +54,11 @@ def check_connector(
     if explain:
         out.print(_explained([(item.name, item.proves, item.says) for item in items]))
         return
-    memory = MemoryConfig(driver="cuda") if memory_driver == "cuda" else None
+    if memory_driver not in ("host", "cuda"):
+        raise ConfigurationError(
+            f"--memory-driver {memory_driver!r} is neither host nor cuda", setting="--memory-driver", value=memory_driver
+        )
+    memory = MemoryConfig(driver="cuda", extent_bytes=CUDA_EXTENT_BYTES) if memory_driver == "cuda" else None
     subject = Subject.of(connector, extra=dict(typed_option("--option", o) for o in option or ()), memory=memory)
     if not options.debug:
         logging.disable(logging.ERROR)  # connectors log what goes wrong, and here everything is made to

@@ -13,6 +13,7 @@ ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"
 # Known to vLLM, without a meaning here: buffers are where the KV cache is, and lost KV is always recomputed.
 IGNORED = {"kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size"}
 MEANT = {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "engine_id", "kv_ip", "kv_port"}
+MULTI = {"MultiConnector": "multi", "multi": "multi"}
 
 
 def parse_kv_transfer_config(text: str) -> dict[str, Any]:
@@ -28,6 +29,8 @@ def parse_kv_transfer_config(text: str) -> dict[str, Any]:
             )
     found: dict[str, Any] = {"connector": _connector(given), "role": _role(given.get("kv_role"))}
     found["extra"] = _typed(given, "kv_connector_extra_config", dict) or {}
+    if found["connector"] == "multi" and isinstance(found["extra"].get("connectors"), list):
+        found["extra"] = {**found["extra"], "connectors": [_child(entry) for entry in found["extra"]["connectors"]]}
     for key, field, kind in (("engine_id", "engine_id", str), ("kv_ip", "host", str), ("kv_port", "port", int)):
         value = _typed(given, key, kind)
         if value is not None:
@@ -53,10 +56,19 @@ def _connector(given: dict[str, Any]) -> str:
         return f"{_typed(given, 'kv_connector_module_path', str)}:{name}"
     if ":" in name:
         return name
-    if name not in CONNECTORS:
-        known = ", ".join(CONNECTORS)
+    known_names = CONNECTORS | MULTI
+    if name not in known_names:
+        known = ", ".join(known_names)
         raise _wrong("kv_connector", name, f"torpor has {known}; for one of your own add kv_connector_module_path")
-    return CONNECTORS[name]
+    return known_names[name]
+
+
+def _child(entry: Any) -> Any:
+    """One of MultiConnector's, under torpor's name. What else may be wrong with it is said where it is used."""
+    if not isinstance(entry, dict):
+        return entry
+    named = {key: value for key, value in entry.items() if key != "kv_connector_module_path"}
+    return {**named, "kv_connector": _connector(entry)}
 
 
 def _role(given: Any) -> str:

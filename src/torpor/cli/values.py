@@ -62,9 +62,11 @@ def split_option(flag: str, text: str) -> tuple[str, str]:
 
 
 def typed_option(flag: str, text: str) -> tuple[str, Any]:
-    """``KEY=VALUE`` where a value that is JSON (a number, true, a list, an object) is that, and any other is text."""
+    """``KEY=VALUE``. A value that is JSON (a number, true, a list, an object) is that, a size (``4GiB``) its bytes, and any other
+    text."""
     key, value = split_option(flag, text)
     try:
         return key, json.loads(value)
     except ValueError:
-        return key, value
+        size = SIZE.fullmatch(value)
+        return key, parse_bytes(value) if size and size.group(2).upper() in UNITS else value

@@ -151,6 +151,10 @@ class KVConnectorScheduler(abc.ABC):
         """The worker side's handshake metadata, anew after every restore (None while released): goes into ``request_finished``'s
         params."""
 
+    def set_weights_version(self, version: str) -> None:  # noqa: B027
+        """KV is computed with other weights from now on. A connector that keeps KV serves none of the old any more. Called while
+        no request holds blocks."""
+
 
 class KVConnectorWorker(abc.ABC):
     """The worker side: registers the KV cache and moves bytes."""

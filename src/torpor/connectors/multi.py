@@ -118,6 +118,10 @@ class MultiScheduler(KVConnectorScheduler):
         for index, child in enumerate(self._children):
             child.set_kv_metadata(None if metadata is None else metadata["children"][index])
 
+    def set_weights_version(self, version: str) -> None:
+        for child in self._children:
+            child.set_weights_version(version)
+
     def _for(self, index: int, request: GenerationRequest) -> GenerationRequest:
         """The request as this child would get it by itself."""
         params = request.kv_transfer_params

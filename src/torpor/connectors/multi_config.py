@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,10 @@ class Child:
 
 
 def children_of(config: ConnectorConfig) -> tuple[Child, ...]:
-    """``extra["connectors"]`` is a list of names, or of objects with the keys that vLLM's MultiConnector has. Everything else is
-    the parent's: role, host, secret, times. Each has an engine id of its own, ``<parent's>.<label>``, and an equal share of
-    ``withdraw_timeout_s``. ConfigurationError names the entry."""
+    """``extra["connectors"]`` is a list of names, or of objects with the keys that vLLM's MultiConnector has; or that list as
+    text, in JSON or as names with commas, since a command line has only text. Everything else is the parent's: role, host,
+    secret, times. Each has an engine id of its own, ``<parent's>.<label>``, and an equal share of ``withdraw_timeout_s``.
+    ConfigurationError names the entry."""
     from torpor.connectors.registry import get_connector
 
     unknown = sorted(set(config.extra) - {SETTING})
@@ -41,7 +43,7 @@ def children_of(config: ConnectorConfig) -> tuple[Child, ...]:
             setting=unknown[0],
             value=config.extra[unknown[0]],
         )
-    given = config.extra.get(SETTING)
+    given = _listed(config.extra.get(SETTING))
     if not isinstance(given, list) or not given:
         raise _wrong('a list of connectors is needed, such as ["ipc", {"kv_connector": "nixl"}]', given)
     made: list[Child] = []
@@ -60,6 +62,17 @@ def of_child(error: TorporError, label: str) -> TorporError:
     error.args = (error.message,)
     error.fields["child"] = label
     return error
+
+
+def _listed(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    if not given.lstrip().startswith("["):
+        return [name.strip() for name in given.split(",")]
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise _wrong(f"not valid JSON: {error}", given) from error
 
 
 def _fields(index: int, entry: Any) -> Mapping[str, Any]:

@@ -49,13 +49,13 @@ class KVEngine:
         self.spec = spec
         self.memory = Memory(memory or MemoryConfig(driver="host", extent_bytes=1 << 20), device=device)
         self.kv_caches = allocate_kv_caches(spec, self.memory, exportable=True, guarded=kind.guarded)
-        for tensor in self.kv_caches.values():
-            tensor.zero_()
-        self.scheduler = kind.create_scheduler(self.config, spec)
-        self.worker = kind.create_worker(self.config, spec)
+        _zero(self.kv_caches)
+        self.kept = False  # whether the last hand-off keeps its blocks until it is reported as "sending"
         self._finished: dict[str, str] = {}
         self._unsubscribe: Callable[[], None] = _nothing
         try:
+            self.scheduler = kind.create_scheduler(self.config, spec)
+            self.worker = kind.create_worker(self.config, spec)
             self.worker.register_kv_caches(self.kv_caches, spec, self.memory)
         except BaseException:
             self.close()
@@ -79,6 +79,7 @@ class KVEngine:
         request = _request(request_id, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         self.scheduler.check_params(request.kv_transfer_params or {}, len(prompt))
         kept, params = self.scheduler.request_finished(request, [BlockId(b) for b in block_ids], len(prompt))
+        self.kept = kept
         if self.kind.finds_by == "params" and not (kept and params):
             raise AssertionError(f"request {request_id} was not handed off")
         self.step()
@@ -176,7 +177,8 @@ class KVEngine:
 
     def close(self) -> None:
         self._unsubscribe()
-        self.worker.shutdown()
+        if "worker" in self.__dict__:
+            self.worker.shutdown()
         self.kv_caches.clear()
         self.memory.close()
 
@@ -189,6 +191,12 @@ class KVEngine:
 
 def _nothing() -> None:
     return
+
+
+def _zero(kv_caches: dict[str, torch.Tensor]) -> None:
+    """In a frame of its own: an error of the constructor keeps that one's, and a tensor in it would keep the device."""
+    for tensor in kv_caches.values():
+        tensor.zero_()
 
 
 def expected(spec: KVCacheSpec, prompt: Sequence[int], index: int) -> bytes:

@@ -80,6 +80,27 @@ class SuiteEngine(KVEngine):
         """How many blocks the last ``ask`` or ``read`` was for: where KV is found by tokens, whatever whole blocks there are."""
         return self._blocks_asked
 
+    def tell(self, request_id: str, prompt: Sequence[int], params: dict[str, Any]) -> None:
+        """A request whose KV is all here already: nothing is loaded, the owner may let go."""
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(max_tokens=1),
+            kv_transfer_params=params or None,
+        )
+        self.scheduler.update_state_after_alloc(request, [], 0)
+        self.step()
+
+    def keeps(self) -> bool:
+        return self.kept
+
+    def reported(self, request_id: str, for_s: float) -> str | None:
+        """What is reported of a request within that time; None: nothing."""
+        try:
+            return self.wait(request_id, for_s)
+        except TimeoutError:
+            return None
+
     def knows(self, prompt: Sequence[int]) -> bool:
         """Whether the connector would find KV for this prompt by its tokens alone."""
         request = GenerationRequest(request_id="asks", prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 from torpor.kvcache.types import KVCacheSpec
 from torpor.testing.connectors.outcomes import Failure, NotApplicable
@@ -12,6 +13,7 @@ from torpor.testing.connectors.stage import Engine, Params, Stage
 LAYOUTS = 5
 CYCLES = 2
 IN_FLIGHT_TRIES = 6
+LEASE_S, ENDS_S, QUIET_S = 0.2, 10.0, 0.3
 BIG = KVCacheSpec(
     model_id="stand-in@1", num_layers=8, num_blocks=130, block_size=16, num_kv_heads=4, head_dim=32, dtype="float32"
 )  # 16 MiB for 64 blocks: some milliseconds of any transport
@@ -128,6 +130,34 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
         raise Failure(f"blocks of a load that was reported as {outcome!r} were written afterwards")
     p.wake()
     return flying
+
+
+def blocks_end(stage: Stage) -> str:
+    """The owner's blocks are free again when somebody has read them, when a peer says that it needs none of them, and when the
+    lease has passed with nobody asking; each is reported once, and of a request that only tells nothing is."""
+    p, d = stage.pair()
+    _ends(stage, p, d, "a read", lambda prompt, params: stage.must_arrive(d, prompt, params, [4, 5, 6]))
+    _ends(stage, p, d, "a peer that needs nothing", lambda prompt, params: _tell(stage, d, prompt, params))
+    stage.close()
+    p, d = stage.pair(handoff_lease_s=LEASE_S)
+    _ends(stage, p, d, "a lease that passed", lambda prompt, params: None)
+    return "read, told, expired"
+
+
+def _ends(stage: Stage, p: Engine, d: Engine, what: str, after: Callable[[list[int], Params], None]) -> None:
+    prompt, name = stage.prompt(), stage.request()
+    params = p.prefill(name, prompt, [1, 2, 3])
+    kept = p.call("keeps")
+    after(prompt, params)
+    if kept and (found := p.call("reported", name, ENDS_S)) != "sending":
+        raise Failure(f"after {what} the hand-off was reported as {found!r}: its blocks are never free again")
+
+
+def _tell(stage: Stage, d: Engine, prompt: list[int], params: Params) -> None:
+    name = stage.request()
+    d.call("tell", name, prompt, params)
+    if (found := d.call("reported", name, QUIET_S)) is not None:
+        raise Failure(f"a request that loads nothing was reported as {found!r}")
 
 
 def _until_found(d: Engine, prompt: list[int], stage: Stage) -> None:

@@ -73,7 +73,9 @@ class MemoryConnectorWorker(KVConnectorWorker):
             self.shelf[key] = self._stacked()[:, :, list(hand_off.block_ids)].clone()
             self._keys.append(key)
         for load in metadata.loads:
-            (self._received if self._load(load) else self._failed).add(load.request_id)
+            arrived = self._load(load)
+            if load.local_block_ids:
+                (self._received if arrived else self._failed).add(load.request_id)
 
     def _load(self, load: LoadRequest) -> bool:
         try:

@@ -84,6 +84,7 @@ class EngineApart(Engine):
 
     def __init__(self, worker: Worker, name: str) -> None:
         self.worker, self.name = worker, name
+        self._owes: str | None = None  # the call that it has not answered
 
     def call(self, method: str, *args: Any, timeout_s: float = CALL_S) -> Any:
         self.begin(method, *args)
@@ -91,9 +92,16 @@ class EngineApart(Engine):
 
     def begin(self, method: str, *args: Any) -> None:
         self.worker.ask(method, *args)
+        self._owes = method
 
     def finish(self, method: str, timeout_s: float = CALL_S) -> Any:
-        return self.worker.answer(timeout_s, method)
+        try:
+            found = self.worker.answer(timeout_s, method)
+        except EngineError:
+            self._owes = None
+            raise
+        self._owes = None
+        return found
 
     def stop(self) -> None:
         self.worker.send_signal(signal.SIGSTOP)
@@ -102,13 +110,17 @@ class EngineApart(Engine):
         self.worker.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        if self.worker.alive:
-            with contextlib.suppress(OSError):
-                self.go_on()
-            try:
-                self.call("close")
-            except (Failure, EngineError):
-                self.worker.kill()
+        if not self.worker.alive:
+            return
+        if self._owes is not None:  # it hangs
+            self.worker.kill()
+            return
+        with contextlib.suppress(OSError):
+            self.go_on()
+        try:
+            self.call("close")
+        except (Failure, EngineError):
+            self.worker.kill()
 
 
 class Stage:
@@ -178,7 +190,8 @@ class Stage:
     def prompt(self, blocks: int = 3, spec: KVCacheSpec | None = None) -> list[int]:
         """One that nobody had before, whose KV is in so many blocks; its last token is left to compute."""
         size = (spec or SMALL_SPEC).block_size
-        length = blocks * size - (self.random.randrange(size - 1) if self.by_params else 0)
+        # Where KV is found by tokens, whole blocks are, and the block of the last token is not among them.
+        length = blocks * size - self.random.randrange(size - 1) if self.by_params else blocks * size + 1
         return [next(self._names), *(self.random.randrange(1 << 30) for _ in range(length - 1))]
 
     def carry(self, p: Engine, d: Engine, say: str = "") -> None:
@@ -226,18 +239,28 @@ class Workers:
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
+        self._busy: list[Worker] = []
 
     def prepare(self, count: int) -> None:
         self._idle += [Worker() for _ in range(count - len(self._idle))]
 
     def take(self) -> Worker:
-        return self._idle.pop() if self._idle else Worker()
+        self._busy.append(self._idle.pop() if self._idle else Worker())
+        return self._busy[-1]
 
     def give_back(self, worker: Worker) -> None:
-        if worker.alive:
-            self._idle.append(worker)
+        if worker in self._busy:
+            self._busy.remove(worker)
+            if worker.alive:
+                self._idle.append(worker)
+
+    def abandon(self) -> None:
+        """Kills those that are in use: the item that has them hangs."""
+        while self._busy:
+            self._busy.pop().kill()
 
     def close(self) -> None:
+        self.abandon()
         while self._idle:
             self._idle.pop().kill()
 

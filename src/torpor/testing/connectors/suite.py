@@ -8,14 +8,18 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torpor.errors import ConfigurationError
 from torpor.testing.connectors import items_bytes, items_doors, items_flat, items_moves, items_peers
-from torpor.testing.connectors.engine import told
+from torpor.testing.connectors.engine import SuiteEngine, told
 from torpor.testing.connectors.outcomes import Failure, NotApplicable, Outcome, Report, Status
 from torpor.testing.connectors.process import EngineError
 from torpor.testing.connectors.stage import Stage, Workers, workers
 from torpor.testing.connectors.subject import Subject
+
+T = TypeVar("T")
+START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ ITEMS: tuple[Item, ...] = (
     Item("refusal", "E4", items_doors.refusal, sleeps=False),
     Item("placement", "P3", items_bytes.placement, sleeps=False),
     Item("own buffers", "E1", items_moves.own_buffers, sleeps=False),
+    Item("blocks end", "P5", items_bytes.blocks_end, sleeps=False),
     Item("wrong requests", "P5", items_doors.wrong_requests, sleeps=False),
     Item("other layout", "P5", items_doors.other_layout, sleeps=False),
     Item("follow", "P1 P4a", items_bytes.follow, processes=1),
@@ -66,7 +71,11 @@ def chosen(names: Collection[str] | None) -> tuple[Item, ...]:
 
 
 def run_items(subject: Subject, items: Collection[Item] = ITEMS, *, seed: int = 0) -> Iterator[Outcome]:
-    """One outcome after another. Never raises for what a connector does."""
+    """One outcome after another. ConfigurationError, before the first, when no engine can have the connector here: an option is
+    wrong, a package is missing. Nothing else that a connector does is raised."""
+    wrong = within(START_S, lambda: _wrong_settings(subject))
+    if wrong is not None:
+        raise wrong
     with workers() as processes:
         if subject.kind.reach == "processes" and subject.kind.supports_sleep_mode:
             processes.prepare(max((item.processes for item in items), default=0))
@@ -79,13 +88,29 @@ def run_item(subject: Subject, item: Item, processes: Workers, *, seed: int = 0)
     if item.sleeps and not subject.kind.supports_sleep_mode:
         status, reason = Status.NOT_APPLICABLE, "it does not declare supports_sleep_mode: no engine that sleeps takes it"
     else:
-        status, reason = _bounded(lambda: _play(subject, item, processes, seed), item.limit_s)
+        found = within(item.limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
+        if found is None:
+            processes.abandon()
+            found = Status.FAILED, f"it has not ended after {item.limit_s:.0f} s: something hangs"
+        status, reason = found
     return Outcome(item=item.name, proves=item.proves, status=status, reason=reason, seconds=time.monotonic() - begun)
 
 
 def check_connector(subject: Subject, *, items: Collection[str] | None = None, seed: int = 0) -> Report:
     """All outcomes. ``items``: only those, by name."""
     return Report(connector=subject.name, outcomes=tuple(run_items(subject, chosen(items), seed=seed)))
+
+
+def _wrong_settings(subject: Subject) -> ConfigurationError | None:
+    """What keeps an engine from being made; what is not a matter of configuration the items will show."""
+    with tempfile.TemporaryDirectory(prefix="torpor-suite-") as folder:
+        try:
+            SuiteEngine(subject, "both", "check", folder).close()
+        except ConfigurationError as error:
+            return error
+        except Exception:
+            return None
+    return None
 
 
 def _play(subject: Subject, item: Item, processes: Workers, seed: int) -> tuple[Status, str]:
@@ -109,17 +134,14 @@ def _verdict(run: Callable[[], str]) -> tuple[Status, str]:
         return Status.FAILED, f"{told(error)} ({where.filename}:{where.lineno})"
 
 
-def _bounded(run: Callable[[], tuple[Status, str]], limit_s: float) -> tuple[Status, str]:
-    """A connector that hangs must not hang the suite: its thread is left behind."""
-    found: list[tuple[Status, str]] = []
-
-    def target() -> None:
-        found.append(_verdict_of_all(run))
-
-    thread = threading.Thread(target=target, name="torpor-suite-item", daemon=True)
+def within(limit_s: float, run: Callable[[], T]) -> T | None:
+    """What ``run``, which does not raise, gives back; None when it has not ended in time. A connector that hangs must not hang
+    the suite: its thread is left behind."""
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(run()), name="torpor-suite-item", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else (Status.FAILED, f"it has not ended after {limit_s:.0f} s: something hangs")
+    return found[0] if found else None
 
 
 def _verdict_of_all(run: Callable[[], tuple[Status, str]]) -> tuple[Status, str]:
