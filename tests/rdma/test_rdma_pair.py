@@ -24,7 +24,7 @@ START_S = 180.0  # an emulated processor
 ANSWER_S = 180.0
 PROMPTS = [list(f"{n}: a prompt of a few blocks of the KV cache".encode()) for n in range(30)]
 TOKENS = 6
-AT_ONCE = 10
+AT_ONCE = 15
 HAND_OFF = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -39,14 +39,12 @@ class Engine:
 
     def prefill(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """What the client gets to hand to the decode engine."""
-        return [self._ask(prompt, 1, HAND_OFF)[1] for prompt in prompts]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return [params for _, params in pool.map(lambda prompt: self._ask(prompt, 1, HAND_OFF), prompts)]
 
     def answers(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any] | None]) -> list[list[int]]:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return [
-                tokens
-                for tokens, _ in pool.map(lambda asked: self._ask(asked[0], TOKENS, asked[1]), zip(prompts, params, strict=True))
-            ]
+            return [tokens for tokens, _ in pool.map(lambda prompt, given: self._ask(prompt, TOKENS, given), prompts, params)]
 
     def _ask(self, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
