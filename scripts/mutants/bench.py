@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mutants.mutant import NATIVE, Mutant
 
-COPIED = ("src", "tests", "csrc", "pyproject.toml", "CMakeLists.txt", "README.md")
+COPIED = ("src", "tests", "csrc", "scripts", "pyproject.toml", "CMakeLists.txt", "README.md")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -80,7 +80,6 @@ def test_p1_p2_p4a_followed_everything_comes_back_and_peers_read_new_bytes(child
     assert told.transfer_s > 0
 
 
-@pytest.mark.slow
 def test_both_asleep_and_awake_again(children: list[Child]) -> None:
     p = start(children, "P", "producer")
     d = start(children, "D", "consumer")
