@@ -22,6 +22,7 @@ from torpor.request import SamplingParams
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 START_S = ANSWER_S = 300.0
+LEASE_S = 600.0  # every hand-off is read, however slow the machine
 PROMPTS = [list(f"{n}: a prompt of a few blocks of the KV cache".encode()) for n in range(30)]
 TOKENS = 6
 AT_ONCE = 15
@@ -34,7 +35,13 @@ class Engine:
     def __init__(self, model: Path, role: Any) -> None:
         connector = ConnectorConfig(connector="nixl", role=role, withdraw_timeout_s=30.0, extra=RDMA_ONLY | SLOW)
         self.llm = LLM(
-            str(model), enable_sleep_mode=True, connector=connector, dtype="float32", num_blocks=512, max_num_seqs=AT_ONCE
+            str(model),
+            enable_sleep_mode=True,
+            connector=connector,
+            dtype="float32",
+            num_blocks=512,
+            max_num_seqs=AT_ONCE,
+            handoff_lease_s=LEASE_S,
         )
 
     def prefill(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:

@@ -198,7 +198,7 @@ class Pinned:
 
 class TestPins:
     def test_p4a_what_goes_a_moment_later_is_waited_for(self) -> None:
-        pinned = Pinned(0, 50, 50, 50, 0)
+        pinned = Pinned(0, 50, 50, 50, 50, 0)
         watch = PinWatch(pinned)
         with watch.registering(50):
             pass
