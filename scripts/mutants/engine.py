@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         "installed-bytecode-is-passed-over",
         BYTECODE,
-        "if sys.pycache_prefix is not None or _has_bytecode(_LARGEST):",
+        "if sys.pycache_prefix is not None or all(map(_has_bytecode, _LARGEST)):",
         "if sys.pycache_prefix is not None:",
         "the first start compiles everything once more, and the folder grows for nothing",
         BYTECODE_TESTS + "test_an_installation_that_has_its_own_is_left_alone",

@@ -94,7 +94,7 @@ MUTANTS = (
         "            for lease in self._leases:\n                os.close(lease.descriptor)\n",
         "",
         "a closed memory holds its image",
-        TESTS + "test_the_second_engine_uses_what_the_first_has_made",
+        TESTS + "test_a_closed_memory_lets_go_also_while_tensors_live",
     ),
     Mutant(
         "what-cannot-be-adopted-stays-open",

@@ -158,21 +158,43 @@ def run(engine: Engine, breakers: dict[str, Breaker], call: str, points: list[di
         tried[name] += bool(struck)
 
 
+class PinningCache:
+    """What a transport pins that keeps deregistered memory while ``keeps`` is true, as UCX does with its registration cache."""
+
+    def __init__(self, connector: Any) -> None:
+        self.keeps = False
+        self.pinned = 0
+        transport, size = connector._transport, connector._geometry.nbytes
+        publish, unpublish = transport.publish, transport.unpublish
+
+        def pinning_publish() -> Any:
+            publication = publish()
+            self.pinned = size
+            return publication
+
+        def pinning_unpublish() -> None:
+            unpublish()
+            if not self.keeps:
+                self.pinned = 0
+
+        transport.publish, transport.unpublish = pinning_publish, pinning_unpublish
+
+
 def test_p4a_what_stays_pinned_stops_every_sleep_until_it_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pins of a failed release are nobody else's, however often it is registered anew."""
     assert engine.connector is not None
-    stuck = [0]
+    cache = PinningCache(engine.connector)
     monkeypatch.setattr(pins, "SETTLE_S", 0.0)
-    monkeypatch.setattr(engine.connector, "_pins", PinWatch(lambda: stuck[0]))
+    monkeypatch.setattr(engine.connector, "_pins", PinWatch(lambda: cache.pinned))
     engine.sleep(level=1)
     engine.wake()
-    stuck[0] = 4096
+    cache.keeps = True
     for _ in range(3):
         with pytest.raises(SleepAborted, match="pinned"):
             engine.sleep(level=1)
         engine.check()
         assert engine.state is EngineState.AWAKE
-    stuck[0] = 0
+    cache.keeps = False
     engine.sleep(level=1)
     engine.wake()
     engine.check_serves(None, [])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torpor.connectors import get_connector
+from torpor.connectors import ConnectorConfig, KVConnector, get_connector
 from torpor.connectors.registry import KNOWN
 
 
 def __getattr__(name: str) -> Any:
     if name not in KNOWN:
         raise AttributeError(name)
-    return type(name, (get_connector(name),), {"supports_sleep_mode": False})
+    kind = get_connector(name)
+
+    def configured(cls: type[KVConnector], config: ConnectorConfig) -> type[KVConnector]:
+        return type(name, (kind.configured(config),), {"supports_sleep_mode": False})
+
+    return type(name, (kind,), {"supports_sleep_mode": False, "configured": classmethod(configured)})

@@ -75,6 +75,7 @@ def engine() -> Iterator[Any]:
             return made
 
         yield make
+    assert files_open() == 0
 
 
 def files_open() -> int:

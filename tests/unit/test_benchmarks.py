@@ -49,3 +49,13 @@ def test_scheduler_steps_without_torch(tmp_path: Path) -> None:
     assert results["full"]["sequences_per_step"] == 20
     assert results["full"]["waiting"] == 50
     assert results["busy"]["steps_per_s"]["median"] > 0
+
+
+def test_connectors(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "connectors.py"), "--quick", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    found = results_of(tmp_path, "connectors")["ipc"]
+    assert found["path"] == "shared memory of one host"
+    assert found["release_s"]["median"] > 0
+    assert found["restore_s"]["median"] > 0
+    assert found["load_gb_per_s"]["median"] > 0

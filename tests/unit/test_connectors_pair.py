@@ -48,6 +48,17 @@ class TestReading:
         assert d.wait("forged", poll_s=WAIT_S) == "failed"
         assert time.monotonic() - begun < WAIT_S
 
+    def test_the_digest_is_computed_while_the_blocks_are_on_their_way(self, pairs: Pairs) -> None:
+        p, d = pairs.pair()
+        params = p.prefill("r", A, [5, 1, 3])
+        with held_read(d) as gate:
+            d.begin_load("q", A, params, [0, 7, 2])
+            assert gate.reached.wait(WAIT_S)
+            d.step()
+            (load,) = (p._running for p in d.worker._reader._pullers.values())  # type: ignore[attr-defined]
+            assert load._told is not None
+        assert d.wait("q") == "recving"
+
     def test_only_what_the_prefix_cache_lacks_is_read(self, pairs: Pairs) -> None:
         p, d = pairs.pair()
         params = p.prefill("r", A, [5, 1, 3])

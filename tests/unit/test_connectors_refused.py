@@ -4,6 +4,7 @@ refused where that matters, and nowhere else; one that says so sleeps."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torpor.models.config import ModelConfig
 from torpor.request import GenerationRequest, SamplingParams
 
 POOLS, SLEEPS = SleepConfig(enable_pools=True), SleepConfig(enable_sleep_mode=True)
+NUMBERS = itertools.count()
 RELEASE = {"kv_cache": "discard"}
 
 
@@ -77,7 +79,7 @@ def done(core: EngineCore, ticket: Ticket) -> dict[str, Any]:
 
 
 def answer(core: EngineCore) -> list[int]:
-    name = f"r{len(core.stats().memory.tags)}-{core.stats().memory.sleeps}-{core.stats().memory.wakes}"
+    name = f"r{next(NUMBERS)}"
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     core.add(GenerationRequest(request_id=name, prompt_token_ids=[5, 6, 7, 8, 9], sampling=sampling))
     tokens: list[int] = []

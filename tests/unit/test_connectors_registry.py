@@ -10,7 +10,7 @@ import pytest
 import torch
 from connector_pairs import A, B, Pairs
 
-from torpor.connectors import ConnectorConfig, KVConnector, get_connector
+from torpor.connectors import ConnectorConfig, KVConnector, get_connector, pins
 from torpor.connectors import nixl_agent as agents
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.ipc import IpcConnector, IpcTransport
@@ -186,30 +186,77 @@ class StickyConnector(IpcConnector):
         return PullWorker(config, spec, StickyTransport(config, options), options)
 
 
+class Pinned:
+    """VmPin as it is told, reading by reading; the last one stays."""
+
+    def __init__(self, *told: int) -> None:
+        self._told = list(told)
+
+    def __call__(self) -> int:
+        return self._told.pop(0) if len(self._told) > 1 else self._told[0]
+
+
 class TestPins:
-    def test_p4a_what_was_pinned_before_is_not_asked_back(self) -> None:
-        pinned = iter([100, 100])
-        watch = PinWatch(lambda: next(pinned))
-        with watch.watching():
-            pass
-        watch.check_unpinned()
-
     def test_p4a_what_goes_a_moment_later_is_waited_for(self) -> None:
-        pinned = iter([0, 50, 50, 0])
-        watch = PinWatch(lambda: next(pinned))
-        with watch.watching():
+        pinned = Pinned(0, 50, 50, 50, 50, 0)
+        watch = PinWatch(pinned)
+        with watch.registering(50):
             pass
-        watch.check_unpinned()
+        with watch.deregistering():
+            pass
+        assert watch.held_bytes == 0
 
-    def test_p4a_what_stays_is_an_error_with_its_bytes(self) -> None:
-        pinned = 0
-        watch = PinWatch(lambda: pinned)
-        with watch.watching():
+    def test_p4a_what_stays_is_an_error_with_its_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pins, "SETTLE_S", 0.0)
+        watch = PinWatch(Pinned(0, 4096, 4096))
+        with watch.registering(4096):
             pass
-        pinned = 4096
-        with pytest.raises(TransportError, match="4096 bytes are still pinned") as caught:
-            watch.check_unpinned()
+        with pytest.raises(TransportError, match="4096 bytes are still pinned") as caught, watch.deregistering():
+            pass
         assert caught.value.fields["bytes"] == 4096
+
+    def test_p4a_what_the_transport_pins_for_itself_is_not_asked_back(self) -> None:
+        """UCX over RDMA verbs: more with the registration, and more with the first read. A sleep would be refused for ever."""
+        watch = PinWatch(Pinned(100, 100 + 64 + 20, 100 + 64 + 20 + 10, 100 + 20 + 10))
+        with watch.registering(64):
+            pass
+        with watch.deregistering():
+            pass
+        assert watch.held_bytes == 0
+
+    def test_p4a_a_transport_that_pins_nothing_owes_nothing(self) -> None:
+        watch = PinWatch(Pinned(100, 110, 110))
+        with watch.registering(64):
+            pass
+        with watch.deregistering():
+            pass
+
+    def test_p4a_what_a_failed_release_left_is_asked_back_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A registration cache hands the old registration out again: nothing more is pinned, and all of it is still ours."""
+        monkeypatch.setattr(pins, "SETTLE_S", 0.0)
+        watch = PinWatch(Pinned(0, 64, 64, 64, 64, 64))
+        with watch.registering(64):
+            pass
+        with pytest.raises(TransportError), watch.deregistering():
+            pass
+        with watch.registering(64):
+            pass
+        assert watch.held_bytes == 64
+        with pytest.raises(TransportError), watch.deregistering():
+            pass
+
+    def test_p4a_what_a_cache_dropped_meanwhile_is_not_asked_back_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pins, "SETTLE_S", 0.0)
+        watch = PinWatch(Pinned(0, 64, 64, 0, 64, 64, 0))
+        with watch.registering(64):
+            pass
+        with pytest.raises(TransportError), watch.deregistering():
+            pass
+        with watch.registering(64):  # it went in between, unseen
+            pass
+        with watch.deregistering():
+            pass
+        assert watch.held_bytes == 0
 
     def test_p4a_a_registration_that_stays_stops_the_sleep(self, tmp_path: Path) -> None:
         """With the kernel's own pins: nothing is unmapped, peers are served again, and the next sleep is a true one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from torpor.engine.bytecode import keep_bytecode
 
 
 @pytest.fixture(autouse=True)
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installation of one package without compiled modules, in an interpreter that writes none."""
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installation with one package that has no compiled modules, in an interpreter that writes none."""
     package = tmp_path / "installed" / "bare_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("VALUE = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setattr(bytecode, "_LARGEST", package.name)
+    monkeypatch.setattr(bytecode, "_LARGEST", ("no_such_package", package.name))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     yield package

@@ -92,6 +92,7 @@ def test_m12_every_driver_call_may_fail(found: bool) -> None:
             other = Engine(1)
             undo.callback(other.memory.close)
             other.memory.share_images("weights")
+        files = files_open()
         for fault in every_fault([Op.COMMIT, Op.COPY, Op.HASH]):
             one = Engine(1, fault.device)
             one.memory.prepare_images(fill=True)
@@ -105,6 +106,7 @@ def test_m12_every_driver_call_may_fail(found: bool) -> None:
             assert one.cycle() == 0
             assert one.right
             one.memory.close()
+            assert files_open() == files
             del one  # its tensor
 
 

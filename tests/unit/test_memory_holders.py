@@ -292,6 +292,25 @@ def test_m11_p4a_a_registration_that_follows_the_hooks_holds_nothing_and_reads_n
 
 
 @needs_pinning
+def test_m11_what_a_hook_explains_is_no_memory_of_the_pool(memory: Memory) -> None:
+    """A transport's own buffers, pinned after the pool was mapped: without its word they count as the pool's. It counts once."""
+    t = kv_cache(memory)
+    buffer = torch.zeros(2 * MIB, dtype=torch.uint8)
+    explaining = [True]
+
+    def explain() -> None:
+        if explaining.pop():
+            memory.explain_pins(pinned_bytes())
+
+    memory.register_tag_hooks("kv_cache", before_unmap=explain, after_map=lambda: explaining.append(False))
+    with PinnedRegistration(buffer.data_ptr() // 4096 * 4096 + 4096, MIB):
+        assert sleep_kv(memory) == (2 * MIB, 2 * MIB, ())
+    memory.wake()
+    with PinnedRegistration(t.data_ptr(), MIB):
+        assert sleep_kv(memory)[:2] == (2 * MIB, MIB)
+
+
+@needs_pinning
 def test_m11_what_was_pinned_before_a_pool_was_mapped_is_not_its_memory(memory: Memory) -> None:
     buffer = torch.zeros(2 * MIB, dtype=torch.uint8)
     with PinnedRegistration(buffer.data_ptr() // 4096 * 4096 + 4096, MIB):

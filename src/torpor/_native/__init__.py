@@ -5,6 +5,7 @@ from .library import find_library
 from .objects import Arena, Import, Region, buffer_at, host_free_bytes
 from .torch_slot import TorchMode, TorchNews, TorchSlot, keep_forever, let_go
 from .types import CopyKind, DeviceStats, ExtentInfo, Op
+from .verbs import share_system_verbs
 
 __all__ = [
     "Arena",
@@ -25,4 +26,5 @@ __all__ = [
     "host_free_bytes",
     "keep_forever",
     "let_go",
+    "share_system_verbs",
 ]

@@ -62,13 +62,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     _flag(MODEL, ModelConfig, "enforce_eager", "Capture no CUDA graphs: slower steps, a faster start, less memory."),
     _flag(MODEL, ModelConfig, "fused_layers", "Layers of few kernels where the model allows it: auto (on a GPU), on or off."),
     _flag(MODEL, ModelConfig, "deterministic", "Answers that do not depend on what else is in the batch. Slower."),
-    _flag(
-        MODEL,
-        ModelConfig,
-        "cache_dir",
-        "Folder of converted models and compiled Python. Default: ~/.cache/torpor.",
-        metavar="FOLDER",
-    ),
+    _flag(MODEL, ModelConfig, "cache_dir", "Folder of converted models and compiled Python (~/.cache/torpor).", metavar="FOLDER"),
     _flag(MODEL, ModelConfig, "load_format", "auto, or random: random weights for a folder with only a config."),
     _flag(MODEL, ModelConfig, "trust_remote_code", "Run code that comes with the model. Only for models you trust."),
     _flag(

@@ -119,6 +119,18 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """What the transport itself tells of its reads, since the start."""
+
+    reads: int
+    descriptors: int  # after the transport has merged neighbours
+    bytes: int
+    post_s: float  # in the calls that post reads
+    transfer_s: float  # from the post to the last byte
+    notices: int  # of peers' reads, seen at the owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorStats:
     connector: str
     engine_id: str
@@ -132,6 +144,9 @@ class ConnectorStats:
     bytes_received: int
     peers: tuple[PeerStats, ...] = ()
     store: StoreStats | None = None  # of a connector that keeps KV itself
+    transfers: TransferStats | None = None  # None: the transport tells nothing
+    release_s: float = 0.0  # the last release and the last restore of the KV cache, failed ones too
+    restore_s: float = 0.0
     children: tuple[ConnectorStats, ...] = ()  # of a connector that is made of others
 
 

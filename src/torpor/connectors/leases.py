@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -14,6 +15,11 @@ from torpor.kvcache.types import Epoch
 
 logger = logging.getLogger(__name__)
 
+CONFIRM_S = 5.0  # after its bytes have arrived, a reader looks at the fence and says so within this, or not at all
+
+
+_UNREAD = "nobody read the KV of request %s (%d blocks): its lease has expired"
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -22,6 +28,7 @@ class Lease:
     word: int  # its commitment
     num_blocks: int
     deadline: float  # of the clock
+    arrived: bool = False  # the transport says that its reader has the bytes
 
 
 class LeaseTable:
@@ -74,14 +81,22 @@ class LeaseTable:
             self._end(lease)
             return lease
 
+    def note_arrived(self, number: int, word: int) -> None:
+        """The reader has the bytes, and has yet to find them valid: the lease stays for that moment. It need not stay for a
+        reader that died since."""
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is not None and lease.word == word and not lease.arrived:
+                deadline = min(lease.deadline, self._clock() + CONFIRM_S)
+                self._leases[number] = dataclasses.replace(lease, arrived=True, deadline=deadline)
+
     def take_ended(self) -> frozenset[str]:
         """Ends what is due; the requests whose leases ended since the last call."""
         with self._lock:
             now = self._clock()
             for lease in [lease for lease in self._leases.values() if lease.deadline <= now]:
-                logger.warning(
-                    "nobody read the KV of request %s (%d blocks): its lease has expired", lease.request_id, lease.num_blocks
-                )
+                what = "whoever read the KV of request %s (%d blocks) is silent" if lease.arrived else _UNREAD
+                logger.warning(what, lease.request_id, lease.num_blocks)
                 self._end(lease)
             ended, self._ended = frozenset(self._ended), set()
             return ended

@@ -73,6 +73,7 @@ class Link:
                 writing=load.writing,
                 stop=self._stopping.is_set,
                 deadline=time.monotonic() + timeout_s,
+                notice=lambda: wire.read_notice(load.lease, load.expected_word(self._key)),
             )
             moved = self._remote.read(request, lambda: self._confirm(load))
             self._confirm(load)

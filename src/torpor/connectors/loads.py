@@ -76,14 +76,23 @@ class Load:
         return sealed(key, self.told())
 
     def told(self) -> bytes:
-        """The digest of all that we know of the hand-off: computed once, by whoever needs it first."""
+        """The digest of all that we know of the hand-off. Computed once: some 200 us for 8192 tokens."""
         with self._telling:
             if self._told is None:
-                told, digest = self.params, self._request.digest
-                self._told = told_digest(
-                    self.epoch, self.lease, told.remote_request_id, told.remote_num_tokens, told.remote_block_ids, digest
-                )
+                self._told = self._digest()
             return self._told
+
+    def prepare(self) -> None:
+        """``told``, while the blocks are on their way. Not before: the thread that reads would wait for the interpreter."""
+        if self.state is LoadState.RUNNING and self._told is None and self._telling.acquire(blocking=False):
+            try:
+                self._told = self._digest()
+            finally:
+                self._telling.release()
+
+    def _digest(self) -> bytes:
+        told, digest = self.params, self._request.digest
+        return told_digest(self.epoch, self.lease, told.remote_request_id, told.remote_num_tokens, told.remote_block_ids, digest)
 
     def start(self) -> bool:
         """False when it has ended while it waited."""

@@ -15,19 +15,22 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torpor.connectors import doors
 from torpor.connectors.auth import check_host, is_loopback, load_secret
-from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
+from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker, TransferStats
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.doors import TcpDoor
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
-from torpor.connectors.nixl_agent import Agent
+from torpor.connectors.nixl_agent import UCX, Agent
 from torpor.connectors.nixl_probe import Probe, probe
 from torpor.connectors.nixl_reads import NixlRemote, Station, memory_kind
+from torpor.connectors.nixl_registrations import Registrations
+from torpor.connectors.nixl_tally import Tally
 from torpor.connectors.options import Options
+from torpor.connectors.pins import changing_pins
 from torpor.connectors.scheduler import PullScheduler
 from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
 from torpor.connectors.wire import Offer
@@ -61,7 +64,8 @@ class NixlTransport(Transport):
         self._geometry: Geometry
         self._fence: FencePage
         self._unguarded = False  # while asleep the KV cache's range is a hole
-        self._registration: Any = None
+        self._registrations: Registrations | None = None  # of self._agent
+        self._tally = Tally()
         self._door: TcpDoor | None = None
         self._lock = threading.Lock()
         self._spare: Station | None = None
@@ -71,7 +75,7 @@ class NixlTransport(Transport):
     @property
     def path(self) -> str:
         chosen = self._options.ucx_tls or "(it chooses the transport)"
-        return f"NIXL, UCX {chosen}" + (f": {self._probe}" if self._probe is not None else "")
+        return f"NIXL, {self._options.backend} {chosen}" + (f": {self._probe}" if self._probe is not None else "")
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
         self._geometry, self._memory, self._fence = geometry, memory, fence
@@ -98,9 +102,8 @@ class NixlTransport(Transport):
     def publish(self) -> Publication:
         self.unpublish()
         self._agent = self._agent or self._new_agent()
-        kind, device = self._kind()
-        ranges = list(zip(self._geometry.bases, self._geometry.sizes, strict=True))
-        self._registration = self._agent.register(ranges, kind, device)
+        self._registrations = Registrations(self._agent, *self._kind())
+        self._registrations.add(list(zip(self._geometry.bases, self._geometry.sizes, strict=True)))
         try:
             blob = self._agent.metadata()
         except TransportError:
@@ -112,10 +115,10 @@ class NixlTransport(Transport):
     def unpublish(self) -> None:
         """Device memory has no guard (P4): its agent goes with the registration. UCX emulates one-sided reads inside this process
         and takes addresses that CUDA does not know any more for the host's, so a late read would end it by SIGSEGV."""
-        if self._registration is None or self._agent is None:
+        if self._registrations is None or self._agent is None:
             return
-        self._agent.deregister(self._registration)
-        self._registration = None
+        self._registrations.drop()
+        self._registrations = None
         if self._unguarded:
             self._agent.close()
             self._agent = None
@@ -135,24 +138,36 @@ class NixlTransport(Transport):
 
     def _new_agent(self) -> Agent:
         """That owns: peers read our fence, and what is registered later."""
-        agent = Agent(f"{self._agent_name}-{next(self._numbers)}", serves=True, tls=self._options.ucx_tls)
+        name = f"{self._agent_name}-{next(self._numbers)}"
+        agent = Agent(name, serves=True, tls=self._options.ucx_tls, backend=self._options.backend)
         agent.register([(self._fence.address, self._fence.nbytes)], "DRAM", 0)
         return agent
 
     def _new_station(self) -> Station:
         kind, device = self._kind()
         name = f"{self._agent_name}-r{next(self._numbers)}"
-        return Station(name, self._geometry, kind, device, self._options)
+        return Station(name, self._geometry, kind, device, self._options, self._tally)
 
     def _dispose(self, station: Station) -> bool:
-        """Closes a station, or sets it aside while a read of it is in flight. Whether it is closed."""
-        with self._lock:
+        """Closes a station, or sets it aside while a read of it is in flight, or NIXL does not let its buffer go. Whether nothing
+        of it can reach the peer any more."""
+        with changing_pins, self._lock:  # in this order: a release holds the first
             stations, self._set_aside = [*self._set_aside, station], []
             self._set_aside = [s for s in stations if not s.close()]
-            if station in self._set_aside:
+            if not station.detached:
                 logger.warning("a read does not end: its buffer is set aside (%d of them now)", len(self._set_aside))
-                return False
-            return True
+            return station.detached
+
+    def take_notices(self) -> list[bytes]:
+        """Nobody else takes them out of NIXL, where a peer could let them pile up."""
+        if self._agent is None:
+            return []
+        notices = self._agent.take_notices()
+        self._tally.note(len(notices))
+        return notices
+
+    def transfers(self) -> TransferStats:
+        return self._tally.snapshot()
 
     def listen(self) -> TcpDoor:
         self._door = TcpDoor(self._config.host, self._config.port)
@@ -180,9 +195,17 @@ class NixlTransport(Transport):
 
 
 class NixlConnector(KVConnector):
-    """Registered as ``nixl``. Options in ``extra``: ``ucx_tls``, ``staging_bytes``, and those all transports have."""
+    """Registered as ``nixl``. Options in ``extra``: ``ucx_tls``, ``backend``, ``staging_bytes``, and those all transports have.
+
+    Sleep is for UCX, whose registrations were proven to follow the mapping. Another plugin of NIXL's serves engines that stay
+    awake.
+    """
 
     supports_sleep_mode: ClassVar[bool] = True
+
+    @classmethod
+    def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        return cls if _options(config).backend == UCX else _AwakeOnly
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:
@@ -190,5 +213,15 @@ class NixlConnector(KVConnector):
 
     @classmethod
     def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
-        options = Options.of(config, known={"ucx_tls", "staging_bytes"})
+        options = _options(config)
         return PullWorker(config, spec, NixlTransport(config, options), options)
+
+
+class _AwakeOnly(NixlConnector):
+    """Over a backend that was not proven to let go."""
+
+    supports_sleep_mode: ClassVar[bool] = False
+
+
+def _options(config: ConnectorConfig) -> Options:
+    return Options.of(config, known={"ucx_tls", "backend", "staging_bytes"})

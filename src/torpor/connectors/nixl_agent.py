@@ -3,31 +3,40 @@
 Facts this relies on, all run (``docs/design/connectors.md``):
 - NIXL's Python class starts its progress thread with a delay of 0: it spins on a whole core. 1 ms costs 2 % and is no slower.
 - ``import nixl`` logs to stdout and turns ``logging.raiseExceptions`` off.
-- With the system's libibverbs and no RDMA device, a process with UCX's ``ib`` module dies at its exit.
+- With the system's libibverbs and no RDMA device, a process with UCX's ``ib`` module dies at its exit. Where there is a device,
+  the wheel's own libibverbs does not find it, unless the system's is loaded before (``torpor._native.verbs``).
 - UCX keeps a registration in its cache after ``deregister_memory`` unless it is told not to (``RCACHE_ENABLE=n``).
 - An agent that is destroyed with a transfer in flight can kill the *owner* of the memory, once that runs again.
+- Notifications wait in the agent until somebody asks for them: a peer could fill our memory with them.
+- ``remove_remote_agent`` frees what is known of the peer, descriptor lists of its memory included.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torpor._native import share_system_verbs
 from torpor.errors import ConnectorError, TransportError
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl")
+UCX = "UCX"
+UCX_SETTINGS = "RCACHE_ENABLE=n"
 PROGRESS_DELAY_US = 1000
 SPIN_S = 0.0005
 NAP_S = 0.0002
@@ -42,9 +51,7 @@ _patch_lock = threading.Lock()
 def load_package() -> Any:
     """The ``nixl_cu13`` (or ``nixl``) module. ConnectorError when neither is installed."""
     with _import_lock:
-        if not _has_rdma_device():
-            # The one environment variable set here: UCX reads it when it is loaded and takes it in no other way.
-            os.environ.setdefault("UCX_MODULES", "^ib")
+        _choose_verbs()
         raising = logging.raiseExceptions
         reasons = []
         for name in PACKAGES:
@@ -63,6 +70,22 @@ def load_package() -> Any:
     )
 
 
+def _choose_verbs() -> None:
+    """Before the import: UCX looks for RDMA devices when it is loaded."""
+    if not _has_rdma_device():
+        # The one environment variable set here: UCX takes it in no other way.
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    elif not share_system_verbs(_private_netlink()):
+        logger.warning("an RDMA device, and no libibverbs: NIXL will not use it; install libibverbs1 and its providers")
+
+
+def _private_netlink() -> list[Path]:
+    """The copies of libnl-route in the wheels."""
+    specs = [importlib.util.find_spec(name) for name in PACKAGES if name not in sys.modules]
+    folders = [Path(spec.origin).parent.parent for spec in specs if spec is not None and spec.origin is not None]
+    return [library for folder in folders for library in folder.glob("nixl*.libs/libnl-route-*.so*")]
+
+
 def _has_rdma_device() -> bool:
     try:
         return bool(os.listdir("/sys/class/infiniband"))
@@ -73,13 +96,14 @@ def _has_rdma_device() -> bool:
 class Agent:
     """One NIXL agent with its UCX backend. Used by one thread at a time. TransportError from every call that fails."""
 
-    def __init__(self, name: str, *, serves: bool, tls: str | None) -> None:
+    def __init__(self, name: str, *, serves: bool, tls: str | None, backend: str = UCX) -> None:
         """``serves``: peers will read from memory registered here, so a thread of NIXL's makes progress for them."""
         package = load_package()
-        settings = "RCACHE_ENABLE=n" + (f",TLS={tls}" if tls else "")
-        with _translated("start an agent"), _patient_progress(package):
-            self._agent = package.nixl_agent(name, package.nixl_agent_config(enable_prog_thread=serves, backends=[]))
-            self._agent.create_backend("UCX", {"engine_config": settings})
+        settings = {"engine_config": UCX_SETTINGS + (f",TLS={tls}" if tls else "")} if backend == UCX else {}
+        with _translated(f"start an agent with backend {backend}"), _patient_progress(package):
+            config = package.nixl_agent_config(enable_prog_thread=serves, capture_telemetry=not serves, backends=[])
+            self._agent = package.nixl_agent(name, config)
+            self._agent.create_backend(backend, settings)
         self.name = name
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: str, device: int) -> Any:
@@ -100,19 +124,40 @@ class Agent:
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
+    def remove_remote(self, peer: str) -> None:
+        """Forgets a peer: its memory cannot be addressed any more, by lists made before either. Nothing may be in flight."""
+        with _translated("forget a peer"):
+            self._agent.remove_remote_agent(peer)
+
+    def take_notices(self) -> list[bytes]:
+        """What peers have notified since the last call."""
+        with _translated("take notifications"):
+            return [notice for notices in self._agent.get_new_notifs().values() for notice in notices]
+
     def prepare(self, peer: str | None, rows: Rows, kind: str) -> Any:
         """rows: (address, block bytes, device, stride, count) each; ``peer`` None: memory of ours."""
         with _translated("prepare descriptors"):
             return self._agent.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", rows, kind)
 
-    def post_read(self, local: Any, local_indices: Indices, remote: Any, remote_indices: Indices) -> Read:
+    def post_read(self, local: Any, local_indices: Indices, remote: Any, remote_indices: Indices, notice: bytes = b"") -> Read:
+        """``notice`` reaches the peer when the read is done, not before."""
         with _translated("post a read"):
-            handle = self._agent.make_prepped_xfer("READ", local, local_indices, remote, remote_indices, b"")
+            handle = self._agent.make_prepped_xfer("READ", local, local_indices, remote, remote_indices, notice)
             return Read(self._agent, handle, self._agent.transfer(handle))
 
     def close(self) -> None:
         """Nothing may be in flight. Idempotent."""
         self._agent = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTelemetry:
+    """NIXL's own account of one read. ``descriptors`` after it merged those of neighbouring blocks."""
+
+    descriptors: int
+    nbytes: int
+    post_s: float
+    transfer_s: float
 
 
 class Read:
@@ -122,6 +167,7 @@ class Read:
         self._agent = agent
         self._handle = handle
         self._state = state
+        self.telemetry: ReadTelemetry | None = None  # once it is done, where NIXL tells
 
     def poll(self) -> str:
         """ "PROC", "DONE" or "ERR"; also what moves it forward."""
@@ -148,10 +194,17 @@ class Read:
                 time.sleep(NAP_S)
         state = self._state
         with contextlib.suppress(Exception):
+            if state == "DONE":
+                self.telemetry = self._told()
+        with contextlib.suppress(Exception):
             self._handle.release()
         if state != "DONE":
             raise TransportError("the read failed: the peer is gone, or the memory is not registered there", transport="nixl")
         return True
+
+    def _told(self) -> ReadTelemetry:
+        told = self._agent.get_xfer_telemetry(self._handle)
+        return ReadTelemetry(told.descCount, told.totalBytes, told.postDuration / 1e6, told.xferDuration / 1e6)
 
 
 @contextlib.contextmanager

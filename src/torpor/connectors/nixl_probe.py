@@ -54,7 +54,7 @@ def probe(name: str, memory: Memory, geometry: Geometry, kind: str, device: int,
     small to tell. TransportError."""
     if _count(geometry) * geometry.spec.block_bytes < LEAST_BYTES:
         return None
-    owner = Agent(f"{name}-probed", serves=True, tls=options.ucx_tls)
+    owner = Agent(f"{name}-probed", serves=True, tls=options.ucx_tls, backend=options.backend)
     station = Station(f"{name}-probe", geometry, kind, device, options)
     try:
         return _measure(memory, geometry, owner, station)
@@ -69,9 +69,8 @@ def _measure(memory: Memory, geometry: Geometry, owner: Agent, station: Station)
     count, block_bytes, source = _count(geometry), geometry.spec.block_bytes, geometry.arrays()[0]
     nbytes = count * block_bytes
     registration = owner.register([(source, nbytes)], station.kind, station.device)
-    peer = station.agent.add_remote(owner.metadata())
-    there = station.agent.prepare(peer, rows((source, block_bytes, station.device, count)), station.kind)
-    station.borrowed.append(there)
+    station.meet(owner.metadata())
+    there = station.prepare_remote(rows((source, block_bytes, station.device, count)), station.kind)
     blocks = np.arange(count, dtype=np.uint64)
 
     def read() -> None:

@@ -21,6 +21,7 @@ class Options:
     ucx_tls: str | None = None  # nixl: the one transport UCX may use ("tcp", "rc"); None: UCX chooses
     protocol: str = "tcp"  # mooncake: "tcp" or "rdma"
     device_name: str | None = None  # mooncake over RDMA: the device, several with commas; None: all of them
+    backend: str = "UCX"  # nixl: NIXL's plugin; others than UCX work without sleep only
     staging_bytes: int = 32 << 20  # nixl, mooncake: of the buffer that bytes wait in until they are known to be right
 
     @classmethod
@@ -49,7 +50,9 @@ def read_options(kind: type[Dataclass], config: ConnectorConfig, known: Set[str]
 
 
 def _check(name: str, value: object, default: object) -> None:
-    if isinstance(default, str | None):
+    if isinstance(default, str):
+        good = isinstance(value, str) and value != ""
+    elif default is None:
         good = isinstance(value, str | None) and value != ""
     elif isinstance(default, int):
         good = type(value) is int and value > 0

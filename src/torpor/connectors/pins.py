@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,38 +18,70 @@ from torpor.memory.procfs import pinned_bytes
 SETTLE_S = 1.0  # a driver may unpin a moment after the call that asked for it
 POLL_S = 0.01
 
+changing_pins = threading.RLock()  # of this process: whoever registers or deregisters, while somebody looks at their sum
+
 
 class PinWatch:
-    """Remembers by how much a registration raised what this process has pinned (VmPin), and asks it back."""
+    """Remembers that a registration of the KV cache pinned it (VmPin), and asks that back when it is deregistered.
+
+    Totals before and after are not compared: the transport pins memory of its own meanwhile, which stays. UCX over RDMA verbs
+    took 20 MiB during its first registration, and 10 more with the first read. So a registration counts for its own bytes, no
+    more, and what it pinned must be unpinned while it is deregistered.
+    """
 
     def __init__(self, pinned: Callable[[], int] = pinned_bytes) -> None:
         self._pinned = pinned
-        self._before = 0
+        self._held = 0
+        self.explained_bytes = 0  # VmPin when all that a registration had pinned was seen to be gone: none of it is the KV cache
+
+    @property
+    def held_bytes(self) -> int:
+        """Pinned by registrations and not seen to be unpinned."""
+        return self._held
 
     @contextlib.contextmanager
-    def watching(self, *, anew: bool = True) -> Iterator[None]:
-        """Around a registration. What was pinned before it is not asked back; not ``anew``: before the first one whose pins were
-        not seen to be gone, since those of a failed release would count as somebody else's."""
-        if anew:
-            self._before = self._pinned()
-        yield
+    def registering(self, nbytes: int) -> Iterator[None]:
+        """Around a registration of ``nbytes``. Pins that a failed release left count once, whoever takes them over."""
+        with changing_pins:
+            yield from self._registering(nbytes)
 
-    def check_unpinned(self) -> None:
-        """TransportError when more stays pinned than before the registration. Waits up to a second for it."""
-        deadline = time.monotonic() + SETTLE_S
-        while (left := self._pinned() - self._before) > 0:
-            if time.monotonic() > deadline:
-                raise TransportError(
-                    f"{left} bytes are still pinned by this process (pid {os.getpid()}) after the transport let the KV cache go: "
-                    "unmapping it would give nothing back",
-                    transport="any",
-                    bytes=left,
-                )
-            time.sleep(POLL_S)
+    def _registering(self, nbytes: int) -> Iterator[None]:
+        before, whole = self._pinned(), False
+        try:
+            yield
+            whole = True
+        finally:
+            found = min(nbytes, max(0, self._held + self._pinned() - before))
+            not_ours = whole and not self._held and found < nbytes  # it pins nothing: the transport's own memory has grown
+            self._held = 0 if not_ours else found
+
+    @contextlib.contextmanager
+    def deregistering(self) -> Iterator[None]:
+        """Around a deregistration. TransportError when it leaves anything pinned; waits up to a second for it."""
+        with changing_pins:
+            yield from self._deregistering()
+
+    def _deregistering(self) -> Iterator[None]:
+        before, did_pin = self._pinned(), self._held > 0
+        try:
+            yield
+            deadline = time.monotonic() + SETTLE_S
+            while self._pinned() > before - self._held and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        finally:
+            self._held = max(0, self._held - max(0, before - self._pinned()))
+        self.explained_bytes = self._pinned() if did_pin and not self._held else 0
+        if self._held:
+            raise TransportError(
+                f"{self._held} bytes are still pinned by this process (pid {os.getpid()}) after the transport let the KV cache "
+                "go: unmapping it would give nothing back",
+                transport="any",
+                bytes=self._held,
+            )
 
 
 class NoPins(PinWatch):
     """For device memory. Pins of host memory come and go with images and say nothing about it."""
 
-    def check_unpinned(self) -> None:
-        return
+    def __init__(self) -> None:
+        super().__init__(lambda: 0)

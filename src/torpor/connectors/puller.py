@@ -85,6 +85,12 @@ class Puller:
         if refused:
             self._end(load, LoadState.FAILED, "this engine releases its KV cache")
 
+    def prepare(self) -> None:
+        """For the engine's thread, which has to look in now and then anyhow: work that the load under way will need."""
+        running = self._running
+        if running is not None:
+            running.prepare()
+
     def cancel(self, request_id: str) -> None:
         """Ends the load of that request, if there is one. Blocks while a write of it is under way, which is milliseconds."""
         for load in self._pending():

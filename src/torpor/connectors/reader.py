@@ -83,13 +83,14 @@ class Reader:
             )
         else:
             puller.submit(load)
-            load.told()  # while the puller's thread wakes up: it needs it after the read
 
     def cancel(self, request_id: str) -> None:
         for puller in self._pullers.values():
             puller.cancel(request_id)
 
     def take_finished(self) -> Finished:
+        for puller in self._pullers.values():
+            puller.prepare()
         with self._lock:
             finished = Finished(recving=frozenset(self._done), failed=frozenset(self._failed))
             self._done, self._failed = set(), set()

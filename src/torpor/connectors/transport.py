@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torpor.connectors.base import TransferStats
 from torpor.connectors.doors import Credentials, Door
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
@@ -54,6 +55,8 @@ class BlockRead:
     writing: Callable[[], AbstractContextManager[None]]
     stop: Callable[[], bool]  # true when the read should end early
     deadline: float  # time.monotonic()
+    # For the owner when all has arrived, where the transport can take it along. Waits for the hash of the prompt.
+    notice: Callable[[], bytes] = bytes
 
 
 class RemoteMemory(abc.ABC):
@@ -112,6 +115,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def where(self) -> tuple[str, int]:
         """Host and port for ``kv_transfer_params``; valid after ``listen``."""
+
+    def take_notices(self) -> list[bytes]:
+        """What peers sent along with reads that have ended, since the last call. The engine's thread calls it at every step."""
+        return []
+
+    def transfers(self) -> TransferStats | None:
+        """What the transport tells of its reads. Any thread."""
+        return None
 
     def lets_go(self, credentials: Credentials | None) -> bool:
         """Whether a peer whose connection was lost can hold none of our memory any more."""

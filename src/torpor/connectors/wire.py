@@ -17,6 +17,7 @@ One connection is one import of one epoch: whoever needs another one makes anoth
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated
 
 import msgspec
@@ -209,3 +210,20 @@ def parse_epoch(text: str, who: str) -> Epoch:
         return Epoch.parse(text)
     except ValueError as error:
         raise HandshakeError(f"{who} sent {text[:64]!r} for an epoch", peer=who) from error
+
+
+_NOTICE = struct.Struct("<4sQQ")
+_NOTICE_MARK = b"tpr1"
+
+
+def read_notice(lease: int, commitment: int) -> bytes:
+    """Goes along with the bytes of a read, where the transport can. Whoever was not told the lease cannot make one."""
+    return _NOTICE.pack(_NOTICE_MARK, lease, commitment)
+
+
+def parse_read_notice(notice: bytes) -> tuple[int, int] | None:
+    """Lease and commitment; None for anything else, which a peer may send as it likes."""
+    if len(notice) != _NOTICE.size:
+        return None
+    mark, lease, commitment = _NOTICE.unpack(notice)
+    return (lease, commitment) if mark == _NOTICE_MARK else None

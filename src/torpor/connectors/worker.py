@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torpor.connectors import geometry as geometries
+from torpor.connectors import wire
 from torpor.connectors.auth import load_secret
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
 from torpor.connectors.config import KV_ROLES, ConnectorConfig
@@ -67,6 +68,8 @@ class PullWorker(KVConnectorWorker):
         self._epoch: Epoch | None = None  # of the last registration
         self._registered = False
         self._may_be_held = False  # by the transport or by a peer: true from the first publication until a release succeeded
+        self._release_s = self._restore_s = 0.0  # what the last ones took
+        self._memory: Memory | None = None  # whose KV cache is registered
         self._geometry: Geometry | None = None
         self._fence: FencePage | None = None
         self._leases: LeaseTable | None = None
@@ -80,6 +83,7 @@ class PullWorker(KVConnectorWorker):
         if self._geometry is not None:
             raise StateError("the KV cache is registered already", state="registered")
         pieces = sum(tag.resident_bytes for tag in memory.stats().tags if tag.tag == KV_TAG) // memory.config.extent_bytes
+        self._memory = memory
         make_room(2 * pieces)  # those that are published, and as many while it is looked at or published anew
         with memory.exports(KV_TAG) as exported:
             self._geometry = geometries.of_tensors(kv_caches, spec, exported)
@@ -126,7 +130,7 @@ class PullWorker(KVConnectorWorker):
         if self._reader is not None:
             self._reader.close(deadline)
         try:
-            self._transport.close()
+            self._deregister(self._transport.close)
         except TorporError as error:
             logger.warning("closing the transport: %s", error)
         if self._fence is not None:
@@ -154,39 +158,69 @@ class PullWorker(KVConnectorWorker):
 
     def get_finished(self) -> Finished:
         finished = self._live_reader.take_finished()
+        self._take_notices()
         sending = self._leases.take_ended() if self._leases is not None else frozenset()
         return Finished(sending=sending, recving=finished.recving, failed=finished.failed)
+
+    def _take_notices(self) -> None:
+        """Of reads that have ended. A connection that breaks right after one leaves no other word of it."""
+        try:
+            notices = self._transport.take_notices()
+        except TorporError as error:
+            logger.debug("%s", error)
+            return
+        for notice in notices:
+            told = wire.parse_read_notice(notice)
+            if told is not None and self._leases is not None:
+                self._leases.note_arrived(*told)
 
     # ---- sleep and wake ---------------------------------------------------------------------------------------------
 
     def release_kv_caches(self) -> None:
-        if not self._may_be_held:
-            return
+        if self._may_be_held:
+            begun = time.monotonic()
+            try:
+                self._release()
+            finally:
+                self._release_s = time.monotonic() - begun
+
+    def _release(self) -> None:
         deadline = self._deadline()
         try:
             self._live_reader.release(deadline)
             if self._owner is not None:
                 self._owner.withdraw(deadline)
                 self._registered = False
-                self._transport.unpublish()
-                self._pins.check_unpinned()
+                self._deregister(self._transport.unpublish)
         except TorporError as error:
             error.fields["undo_failures"] = self._serve_again()
             raise
         self._registered = self._may_be_held = False
 
+    def _deregister(self, let_go: Callable[[], None]) -> None:
+        """P4a. What the transport keeps pinned for itself is told to the memory layer, which knows pins by their sum only."""
+        with self._pins.deregistering():
+            let_go()
+        if self._memory is not None:
+            self._memory.explain_pins(self._pins.explained_bytes)
+
     def restore_kv_caches(self) -> None:
         if not self._registered:
             if self._epoch is None:
                 raise StateError("register_kv_caches comes first", state="new")
-            self._publish(self._epoch.next())
+            begun = time.monotonic()
+            try:
+                self._publish(self._epoch.next())
+            finally:
+                self._restore_s = time.monotonic() - begun
 
     def _publish(self, epoch: Epoch) -> None:
         """Everything or nothing; a new epoch each time, also after a failure."""
         self._epoch = epoch
         if self._owner is not None:
-            with self._pins.watching(anew=not self._may_be_held):
-                self._may_be_held = True
+            assert self._geometry is not None
+            self._may_be_held = True
+            with self._pins.registering(self._geometry.nbytes):
                 publication = self._transport.publish()
             self._owner.serve(epoch, publication)
         self._live_reader.admit()
@@ -231,6 +265,9 @@ class PullWorker(KVConnectorWorker):
             loads_failed=reader.loads_failed if reader is not None else 0,
             bytes_received=reader.bytes_received if reader is not None else 0,
             peers=tuple(self._peers()),
+            transfers=self._transport.transfers(),
+            release_s=self._release_s,
+            restore_s=self._restore_s,
         )
 
     def _peers(self) -> list[PeerStats]:

@@ -12,14 +12,14 @@ import stat
 import sys
 from pathlib import Path
 
-_LARGEST = "torch"  # stands for the installation
+_LARGEST = ("torch", "transformers", "sympy")  # stand for the installation: one may have been imported where it was made
 
 
 def keep_bytecode(cache_dir: Path) -> Path | None:
     """From now on this process keeps compiled modules in a folder of ``cache_dir``, and finds them there. Returns it; None, and
     nothing is changed, where the installation has its own, somebody chose another place already, or the folder is not ours
     alone: what lies there is run."""
-    if sys.pycache_prefix is not None or _has_bytecode(_LARGEST):
+    if sys.pycache_prefix is not None or all(map(_has_bytecode, _LARGEST)):
         return None
     folder = cache_dir / "bytecode"
     try:

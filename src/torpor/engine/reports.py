@@ -1,14 +1,15 @@
 """Sleep, wake and pause reports as plain data (msgpack and JSON types): what an operator or a program reads.
 
-    sleep, release_kv_cache   operation, state, level, mode, policies, noop, reason, seconds, phases_s, unmapped_bytes,
-                              returned_bytes, held_bytes, tags: [{tag, policy, unmapped_bytes, returned_bytes, image_bytes,
-                              copied_bytes, holders: [{who, bytes}], noop}]
-    wake_up                   operation, state, noop, reason, seconds, phases_s, mapped_bytes, restored_bytes, missing_tags,
-                              refilled_tags, tags: [{tag, mapped_bytes, restored_bytes, content, noop}]
+    sleep, release_kv_cache   operation, state, level, mode, policies, noop, reason, seconds, phases_s, hooks_s,
+                              unmapped_bytes, returned_bytes, held_bytes, tags: [{tag, policy, unmapped_bytes,
+                              returned_bytes, image_bytes, copied_bytes, holders: [{who, bytes}], noop}]
+    wake_up                   operation, state, noop, reason, seconds, phases_s, hooks_s, mapped_bytes, restored_bytes,
+                              missing_tags, refilled_tags, tags: [{tag, mapped_bytes, restored_bytes, content, noop}]
     pause                     operation, state, mode, noop, reason, seconds, phases_s
     resume                    the same without mode
 
-``seconds`` is the time from the call to its end; ``phases_s`` says where it went (``drain``, then the memory layer's phases).
+``seconds`` is the time from the call to its end; ``phases_s`` says where it went (``drain``, then the memory layer's phases), and
+``hooks_s`` what of it each hook took: a connector's release before the unmap, its registration after the map.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def slept_report(
         "reason": reason,
         "seconds": seconds,
         "phases_s": {"drain": drain_s, **(report.phases_s if report else {})},
+        "hooks_s": report.hooks_s if report else {},
         "unmapped_bytes": report.unmapped_bytes if report else 0,
         "returned_bytes": report.returned_bytes if report else 0,
         "held_bytes": report.held_bytes if report else 0,
@@ -104,6 +106,7 @@ def wake_report(
         "reason": reason,
         "seconds": seconds,
         "phases_s": {**(report.phases_s if report else {}), **({"refill": refill_s} if refilled else {})},
+        "hooks_s": report.hooks_s if report else {},
         "mapped_bytes": sum(t.mapped_bytes for t in tags),
         "restored_bytes": sum(t.restored_bytes for t in tags),
         "missing_tags": list(missing),

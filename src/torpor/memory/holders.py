@@ -27,7 +27,7 @@ class Traces:
     mapping: int
     extents: dict[Segment, tuple[tuple[Inode, int], ...]]  # of segments that other processes may have
     exported: frozenset[Segment]
-    pinned_at_map: int
+    pinned_at_map: int  # VmPin then; or later, when a hook explained what was pinned
     exportable: bool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Hooks:
         self._hooks: list[Hook] = []  # oldest first; replaced, never changed, so readers need no lock
         self._away: frozenset[Hook] = frozenset()  # let go, or failed to come back; likewise
         self._orders = itertools.count()
+        self.seconds_of: dict[str, float] = {}  # by name, of the last ``release`` or ``restore``
 
     def register(self, tag: str, before: HookFunction | None, after: HookFunction | None, name: str) -> Callable[[], None]:
         """The returned function unregisters; calling it again does nothing."""
@@ -66,10 +68,10 @@ class Hooks:
         field ``undo_failures``. HookError then, fields: hook, tag, phase, undo_failures.
         """
         wanted, ran = set(tags), list[Hook]()
+        self.seconds_of = {}
         for hook in [h for h in reversed(self._hooks) if h.tag in wanted]:
             try:
-                if hook.before_unmap is not None:
-                    hook.before_unmap()
+                self._timed(hook, hook.before_unmap)
             except BaseException as error:
                 failures = self._own_failures(hook, error) + self.undo(ran)
                 if not isinstance(error, Exception):
@@ -86,19 +88,28 @@ class Hooks:
     def restore(self, tags: Iterable[str]) -> list[HookFailure]:
         """after_map of every hook of ``tags``, oldest first; one that fails does not stop the others (M3)."""
         wanted = set(tags)
+        self.seconds_of = {}
         return self._run_after(h for h in self._hooks if h.tag in wanted)
 
     def _run_after(self, hooks: Iterable[Hook]) -> list[HookFailure]:
         failures = []
         for hook in list(hooks):
             try:
-                if hook.after_map is not None:
-                    hook.after_map()
+                self._timed(hook, hook.after_map)
                 self._away -= {hook}
             except Exception as error:
                 self._away |= {hook}
                 failures.append(HookFailure(hook, error))
         return failures
+
+    def _timed(self, hook: Hook, function: HookFunction | None) -> None:
+        if function is None:
+            return
+        began = time.perf_counter()
+        try:
+            function()
+        finally:
+            self.seconds_of[hook.name] = self.seconds_of.get(hook.name, 0.0) + time.perf_counter() - began
 
     def _own_failures(self, hook: Hook, error: BaseException) -> tuple[str, ...]:
         found = tuple(error.fields.get("undo_failures", ())) if isinstance(error, TorporError) else ()

@@ -108,6 +108,12 @@ class Memory:
             raise ConfigurationError(f"a hook of tag {tag!r} needs before_unmap, after_map or both", setting="before_unmap")
         return self._shared.hooks.register(tag, before_unmap, after_map, name)
 
+    def explain_pins(self, nbytes: int) -> None:
+        """For a ``before_unmap`` hook that has seen the pins of its registration go: what this process still has pinned by now
+        (``nbytes`` of VmPin) is no memory of a pool, but the transport's own buffers. Counts for one sleep: the one under way,
+        or the next."""
+        self._shared.explained_pins = max(self._shared.explained_pins, nbytes)
+
     def mark_valid(self, tag: str) -> None:
         """The owner has filled a tag that was lost. StateError while it is not resident."""
         with self._shared.structure():

@@ -43,6 +43,7 @@ class Shared:
         self.view = threading.Lock()
         self.closed = False
         self.torch: tuple[TorchMemory, ...] = ()  # of pools that torch allocates in; replaced, never changed
+        self.explained_pins = 0  # bytes; see Memory.explain_pins
         self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
         self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"

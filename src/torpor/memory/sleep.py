@@ -7,6 +7,7 @@ again. It is not rolled back: that would be a wake under a driver that has just 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,12 @@ class Sleep:
         self._phases = Phases()
 
     def run(self) -> SleepReport:
+        try:
+            return self._run()
+        finally:
+            self._shared.explained_pins = 0
+
+    def _run(self) -> SleepReport:
         unmaps = [m for m in self._moves if m.step is Step.UNMAP]
         for move in unmaps:
             move.pool.require_nobody_inside()
@@ -75,12 +82,13 @@ class Sleep:
             )
             raise StateError(message, state="capturing")
         released, traces = self._prepare(unmaps)
+        hooks_s = dict(self._shared.hooks.seconds_of)
         self._unmap(unmaps, released)
         self._drop_images()
         with self._phases("account"):
             accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._shared.on_host)
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
-        return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+        return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
 
     def _prepare(self, unmaps: list[Move]) -> tuple[list[Hook], list[Traces]]:
         """All that can be undone: M2, M4."""
@@ -91,7 +99,7 @@ class Sleep:
             for move in unmaps:
                 move.pool.shut_torch()
             self._save_images(unmaps)
-            return released, [_traces(m.pool) for m in unmaps]
+            return released, [_traces(m.pool, self._shared.explained_pins) for m in unmaps]
         except BaseException as error:
             self._undo(released, error)
             raise
@@ -142,8 +150,9 @@ class Sleep:
                     self._shared.images.release(segment)
 
 
-def _traces(pool: Pool) -> Traces:
-    return take_traces(pool.tag, pool.mapping, bool(pool.settings.exportable), pool.mapped_segments())
+def _traces(pool: Pool, explained_pins: int) -> Traces:
+    traces = take_traces(pool.tag, pool.mapping, bool(pool.settings.exportable), pool.mapped_segments())
+    return dataclasses.replace(traces, pinned_at_map=max(traces.pinned_at_map, explained_pins))
 
 
 def _mark_unmapped(segments: list[Segment]) -> None:

@@ -109,6 +109,7 @@ class SleepReport:
     tags: tuple[TagSleepReport, ...]
     seconds: float
     phases_s: dict[str, float] = field(default_factory=dict)  # hooks, commit, save (hash, copy, check), unmap, account
+    hooks_s: dict[str, float] = field(default_factory=dict)  # of the phase "hooks", by the hook's name
 
     @property
     def unmapped_bytes(self) -> int:
@@ -141,6 +142,7 @@ class WakeReport:
     tags: tuple[TagWakeReport, ...]
     seconds: float
     phases_s: dict[str, float] = field(default_factory=dict)  # create_map where it comes first, restore (copy, check), hooks
+    hooks_s: dict[str, float] = field(default_factory=dict)  # of the phase "hooks", by the hook's name
 
     @property
     def noop(self) -> bool:

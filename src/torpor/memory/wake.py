@@ -46,6 +46,7 @@ class Wake:
         self._phases = Phases()
         self._early: list[Rise] = []  # whose hooks came back beside the copies
         self._early_failures: list[HookFailure] = []
+        self._early_hooks_s: dict[str, float] = {}
         self.done = False  # memory is mapped and restored, whatever the hooks say
 
     @property
@@ -69,7 +70,8 @@ class Wake:
         reports = tuple(_report(r, restored) for r in self._rises)
         with self._phases("hooks"):
             failures = self._early_failures + self._come_back(late)
-        report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of)
+        hooks_s = {**self._early_hooks_s, **self._shared.hooks.seconds_of}
+        report = WakeReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
         if failures:
             raise restore_error(failures, report)
         return report
@@ -105,6 +107,7 @@ class Wake:
         with self._phases("hooks_beside_copies"):
             self._settle(self._early)
             self._early_failures = self._come_back(self._early)
+            self._early_hooks_s = dict(self._shared.hooks.seconds_of)
 
     def _unmap_again(self, error: BaseException) -> None:
         """The images are whole. Where a hook or the driver refuses this too, the pools stay mapped, and what has content is stale

@@ -166,7 +166,7 @@ class PinnedRemote(RemoteMemory):
     def _write(self, addresses: Sequence[int], block: Sequence[bytes]) -> None:
         for address, piece in zip(addresses, block, strict=True):
             staged = np.frombuffer(piece, dtype=np.uint8)
-            self._memory.device.copy("to_device", [(address, int(staged.ctypes.data), len(piece))])
+            self._memory.device.copy("to_device", [(int(address), int(staged.ctypes.data), len(piece))])
 
     def look(self, lease: int) -> tuple[Sequence[int], int]:
         return self._fence.look(lease)
