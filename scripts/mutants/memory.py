@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "m3-after-map-never-called",
         WAKE,
-        "failures = self._come_back()",
+        "failures = self._early_failures + self._come_back(late)",
         "failures: list[HookFailure] = []",
         "nobody registers the new pages",
         WAKE_TESTS + "test_m3_after_map_runs_oldest_first_once_content_is_back",
@@ -91,8 +91,8 @@ MUTANTS = (
     Mutant(
         "m3-after-map-skipped-when-nothing-was-mapped",
         WAKE,
-        "for r in self._rises if r.pool.residency is Residency.RESIDENT)",
-        "for r in self._rises if r.to_map)",
+        "for r in rises if r.pool.residency is Residency.RESIDENT)",
+        "for r in rises if r.to_map)",
         "a restore that failed is never retried",
         WAKE_TESTS + "test_m3_after_map_runs_also_when_nothing_was_mapped_but_only_for_asked_tags_that_are",
     ),
@@ -207,5 +207,21 @@ MUTANTS = (
         "if by_driver:",
         "every engine on a GPU sleeps and wakes in pieces of 64 MiB, which take twice as long",
         "tests/unit/test_memory_pools.py::test_the_size_of_extents_follows_the_driver_that_auto_turns_out_to_be",
+    ),
+    Mutant(
+        "m3-early-failures-unsaid",
+        "src/torpor/memory/wake.py",
+        "failures = self._early_failures + self._come_back(late)",
+        "failures = self._come_back(late)",
+        "a registration that did not come back beside the copies is believed",
+        "tests/unit/test_memory_wake_beside.py::test_m3_a_hook_that_fails_beside_the_copies_is_reported_and_tried_again",
+    ),
+    Mutant(
+        "m5-early-hooks-keep-their-pages",
+        "src/torpor/memory/wake.py",
+        "            self._shared.hooks.release(r.pool.tag for r in self._early)\n",
+        "",
+        "a wake that fails unmaps pages that a connector has registered",
+        "tests/unit/test_memory_wake_beside.py::test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail",
     ),
 )
