@@ -65,7 +65,7 @@ class TestSound:
         report = check_connector(Subject.of("multi", extra=MULTI), items=HERE)
         assert report.passed, shown(report)
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @pytest.mark.integration
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("name", ["ipc", "nixl", "mooncake", "multi"])
@@ -99,7 +99,7 @@ class TestFaults:
     def test_it_is_caught_between_processes(self, mutant: Mutant) -> None:
         assert caught_by(mutant, [mutant.item]) == [mutant.item]
 
-    @pytest.mark.slow
+    @pytest.mark.long
     @pytest.mark.integration
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
