@@ -41,7 +41,7 @@ class Part:
         return self.patience * (2 * self.takes_s + 15)
 
 
-BENCHMARKS_S = {"sleep": 105, "peers": 62, "engine": 90, "shared_images": 62, "attention": 15, "transfer": 30}
+BENCHMARKS_S = {"sleep": 130, "peers": 66, "engine": 90, "shared_images": 62, "attention": 19, "transfer": 36}
 """In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
 ON_REQUEST = {"wake_orders"}  # explains a choice, once; run when it is named
 WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
@@ -52,20 +52,28 @@ QUICK_SHARE = 0.5
 ALONE = "alone"
 """Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
 SHARED_TESTS_S = {
-    "engine": 130,
-    "attention": 75,
-    "connectors": 40,
-    "connectors_sleep": 40,
-    "connectors_late": 30,
-    "memory_faults": 50,
-    "memory": 30,
-    "torch_processes": 20,
+    "engine": 75,
+    "attention": 78,
+    "connectors": 70,
+    "connectors_sleep": 22,
+    "connectors_late": 20,
+    "memory_faults": 66,
+    "memory": 22,
+    "torch_processes": 22,
     "torch_pool": 12,
     "torch_graphs": 10,
 }
-OTHER_TESTS_S = {"demo": 60, "connectors_bytes": 30, "shared_images": 25, "memory_neighbours": 20, "imports": 15, "kit": 15}
+OTHER_TESTS_S = {
+    "demo": 60,
+    "conformance": 58,
+    "shared_images": 48,
+    "connectors_bytes": 27,
+    "kit": 15,
+    "memory_neighbours": 11,
+    "imports": 10,
+}
 ALL_SLOW_TESTS = {"demo"}  # what it tests is a part by itself
-ALONE_S, TWO_GPUS_S = 50, 20
+ALONE_S, TWO_GPUS_S = 28, 26
 PATIENT_MINUTES = 9.0  # with more of them, every part may take longer in proportion
 TEST_THREADS = {"OMP_NUM_THREADS": "2"}  # figures are measured beside them
 
