@@ -21,6 +21,7 @@ SPEC = KVCacheSpec(
 )
 CACHE_BYTES = 2 * SPEC.num_layers * SPEC.num_blocks * SPEC.block_bytes
 RDMA_ONLY = {"ucx_tls": "rc_v"}  # without it UCX would use shared memory within one host, and nothing would be proven
+RXE_HOST = "10.99.0.1"  # of the device in the machine that scripts/rdma-vm boots
 SLOW = {"connect_timeout_s": 30.0, "handshake_timeout_s": 30.0, "read_timeout_s": 60.0}  # an emulated processor
 
 
@@ -98,6 +99,10 @@ def start(
         lease_heartbeat_s=2.0,
         extra=RDMA_ONLY | SLOW | settings,
     )
+    return start_with(children, config, make)
+
+
+def start_with(children: list[Child], config: ConnectorConfig, make: Any = make_engine) -> Child:
     child = Child(functools.partial(make, config))
     children.append(child)
     return child
