@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -25,18 +24,15 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
-from torpor.connectors import doors
-from torpor.connectors.auth import check_host, load_secret
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
-from torpor.connectors.doors import TcpDoor
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.mooncake_engine import Engine, borrow_engine, check_protocol, load_package, return_engine
 from torpor.connectors.mooncake_reads import Handle, MooncakeRemote, Station, decode_handle, same_bytes
 from torpor.connectors.options import Options
 from torpor.connectors.scheduler import PullScheduler
-from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
+from torpor.connectors.transport import Publication, RemoteMemory, TcpTransport
 from torpor.connectors.wire import Offer
 from torpor.connectors.worker import PullWorker
 from torpor.errors import BugError, ConnectorError, TransportError
@@ -52,14 +48,13 @@ OPTIONS = {"protocol", "device_name", "staging_bytes"}
 _unended: list[Station] = []  # with a read in flight when their transport closed: bytes may still land there
 
 
-class MooncakeTransport(Transport):
+class MooncakeTransport(TcpTransport):
     name: ClassVar[str] = "mooncake"
     imports_hold_memory: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, options: Options) -> None:
-        check_host(config.host, load_secret(config.secret_file))
+        super().__init__(config)
         check_protocol(options.protocol, options.device_name)
-        self._config = config
         self._options = options
         self._where = (config.host, options.protocol, options.device_name)
         self._path = f"Mooncake, {options.protocol}"
@@ -67,7 +62,6 @@ class MooncakeTransport(Transport):
         self._memory: Memory  # from open() on
         self._geometry: Geometry
         self._published: list[int] = []  # regions registered now
-        self._door: TcpDoor | None = None
         self._lock = threading.Lock()
         self._spare: Station | None = None
         self._set_aside: list[Station] = []
@@ -137,18 +131,6 @@ class MooncakeTransport(Transport):
             station, self._spare = self._spare, None
         station = station or self._new_station()
         return MooncakeRemote(self._memory, self._geometry, theirs, station, offer, handle, who, self._dispose)
-
-    def listen(self) -> TcpDoor:
-        self._door = TcpDoor(self._config.host, self._config.port)
-        return self._door
-
-    def dial(self, target: Target, timeout_s: float) -> socket.socket:
-        return doors.dial_tcp(target.host, target.port, f"engine {target.engine_id!r}", timeout_s)
-
-    def where(self) -> tuple[str, int]:
-        if self._door is None:
-            raise BugError("the port is known after listen()")
-        return self._config.host, self._door.port
 
     def close(self) -> None:
         try:

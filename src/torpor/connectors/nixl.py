@@ -12,16 +12,13 @@ import contextlib
 import itertools
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from torpor.connectors import doors
-from torpor.connectors.auth import check_host, is_loopback, load_secret
+from torpor.connectors.auth import is_loopback
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker, TransferStats
 from torpor.connectors.config import ConnectorConfig
-from torpor.connectors.doors import TcpDoor
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.nixl_agent import UCX, Agent
@@ -32,7 +29,7 @@ from torpor.connectors.nixl_tally import Tally
 from torpor.connectors.options import Options
 from torpor.connectors.pins import changing_pins
 from torpor.connectors.scheduler import PullScheduler
-from torpor.connectors.transport import Publication, RemoteMemory, Target, Transport
+from torpor.connectors.transport import Publication, RemoteMemory, TcpTransport
 from torpor.connectors.wire import Offer
 from torpor.connectors.worker import PullWorker
 from torpor.errors import BugError, TransportError
@@ -46,15 +43,14 @@ logger = logging.getLogger(__name__)
 _unended: list[Station] = []  # with a read in flight when their transport closed: destroying their agents could kill the owner
 
 
-class NixlTransport(Transport):
+class NixlTransport(TcpTransport):
     name: ClassVar[str] = "nixl"
     imports_hold_memory: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, options: Options) -> None:
         if config.engine_id is None:
             raise BugError("a connector's engine_id is chosen before its sides are made")
-        check_host(config.host, load_secret(config.secret_file))
-        self._config = config
+        super().__init__(config)
         self._options = options
         # NIXL keeps what it knows of a name: a restarted engine must not meet it with its old one.
         self._agent_name = f"{config.engine_id}-{secrets.token_hex(4)}"
@@ -66,7 +62,6 @@ class NixlTransport(Transport):
         self._unguarded = False  # while asleep the KV cache's range is a hole
         self._registrations: Registrations | None = None  # of self._agent
         self._tally = Tally()
-        self._door: TcpDoor | None = None
         self._lock = threading.Lock()
         self._spare: Station | None = None
         self._probe: Probe | None = None
@@ -168,18 +163,6 @@ class NixlTransport(Transport):
 
     def transfers(self) -> TransferStats:
         return self._tally.snapshot()
-
-    def listen(self) -> TcpDoor:
-        self._door = TcpDoor(self._config.host, self._config.port)
-        return self._door
-
-    def dial(self, target: Target, timeout_s: float) -> socket.socket:
-        return doors.dial_tcp(target.host, target.port, f"engine {target.engine_id!r}", timeout_s)
-
-    def where(self) -> tuple[str, int]:
-        if self._door is None:
-            raise BugError("the port is known after listen()")
-        return self._config.host, self._door.port
 
     def close(self) -> None:
         try:

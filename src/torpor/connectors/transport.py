@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torpor.connectors.auth import check_host, load_secret
 from torpor.connectors.base import TransferStats
-from torpor.connectors.doors import Credentials, Door
+from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.doors import Credentials, Door, TcpDoor, dial_tcp
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.wire import Offer
+from torpor.errors import BugError
 
 if TYPE_CHECKING:
     from torpor.memory import Memory
@@ -130,3 +133,25 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None: ...
+
+
+class TcpTransport(Transport):
+    """Peers meet on ``kv_host`` and ``kv_port``."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        """ConfigurationError for a host that others reach and no secret."""
+        check_host(config.host, load_secret(config.secret_file))
+        self._config = config
+        self._door: TcpDoor | None = None
+
+    def listen(self) -> TcpDoor:
+        self._door = TcpDoor(self._config.host, self._config.port)
+        return self._door
+
+    def dial(self, target: Target, timeout_s: float) -> socket.socket:
+        return dial_tcp(target.host, target.port, f"engine {target.engine_id!r}", timeout_s)
+
+    def where(self) -> tuple[str, int]:
+        if self._door is None:
+            raise BugError("the port is known after listen()")
+        return self._config.host, self._door.port
