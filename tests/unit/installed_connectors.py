@@ -34,7 +34,8 @@ CASES: dict[str, Case] = {
         install="nixl",
         wrong=(
             ({"ucx_tls": 5}, "ucx_tls"),
-            ({"ucx_tls": "pigeon"}, "cannot start an agent"),
+            ({"ucx_tls": "pigeon"}, r"ucx_tls 'pigeon'.* one or more of:.*\btcp\b"),
+            ({"ucx_tls": "tcp,rc"}, r"ucx_tls is one transport.*UCX_TLS"),
             ({"staging_bytes": 0}, "staging_bytes"),
         ),
     ),
