@@ -13,9 +13,12 @@ MULTI_CONFIG = "src/torpor/connectors/multi_config.py"
 PINNED = "src/torpor/testing/connectors/pinned.py"
 STAGE = "src/torpor/testing/connectors/stage.py"
 SUITE = "src/torpor/testing/connectors/suite.py"
+SUBJECT = "src/torpor/testing/connectors/subject.py"
 CAUGHT = "tests/unit/test_connectors_suite.py::TestFaults::test_it_is_caught"
 LIMITS = "tests/unit/test_connectors_suite.py::TestLimits::"
 MULTI_TESTS = "tests/unit/test_connectors_multi.py::"
+VITALS = "src/torpor/testing/connectors/vitals.py"
+WHOLE = "tests/unit/test_connectors_suite.py::"
 PIN_TESTS = "tests/unit/test_connectors_registry.py::TestPinnedConnector::"
 
 MUTANTS = (
@@ -54,7 +57,7 @@ MUTANTS = (
     Mutant(
         "suite-blocks-that-never-end-are-overlooked",
         BYTES,
-        'if kept and (found := p.call("reported", name, ENDS_S)) != "sending":',
+        'if kept and (found := p.call("reported", name, stage.patient(ENDS_S))) != "sending":',
         'if kept and (found := p.call("reported", name, 0.1)) == "failed":',
         "a prefill engine runs out of blocks",
         f"{CAUGHT}[Miserly]",
@@ -62,8 +65,8 @@ MUTANTS = (
     Mutant(
         "suite-reports-of-what-was-only-told-are-overlooked",
         BYTES,
-        '    if (found := d.call("reported", name, QUIET_S)) is not None:\n',
-        '    if (found := d.call("reported", name, QUIET_S)) == "failed":\n',
+        '    if (found := d.call("reported", name, stage.patient(QUIET_S))) is not None:\n',
+        '    if (found := d.call("reported", name, stage.patient(QUIET_S))) == "failed":\n',
         "an engine uses blocks before they have arrived",
         f"{CAUGHT}[Talkative]",
     ),
@@ -145,10 +148,42 @@ MUTANTS = (
     Mutant(
         "suite-growth-is-overlooked",
         FLAT,
-        "names if after[name] > before[name])\n",
-        "names if after[name] > 2 * before[name])\n",
+        "        if after[engine][name] > then[name]\n",
+        "        if after[engine][name] > 2 * then[name]\n",
         "every sleep leaves something behind",
         f"{CAUGHT}[KeepsMappings]",
+    ),
+    Mutant(
+        "suite-what-the-allocator-keeps-counts-as-grown",
+        VITALS,
+        "        trim(ctypes.c_size_t(0))\n",
+        "        pass\n",
+        "over RDMA no connector passes: an agent of UCX's leaves megabytes of free memory behind",
+        WHOLE + "TestVitals::test_memory_that_was_freed_is_not_resident",
+    ),
+    Mutant(
+        "suite-patience-is-for-items-alone",
+        SUBJECT,
+        '            "patience": self.patience,\n',
+        '            "patience": 1.0,\n',
+        "on an emulated machine engines of other processes are given up too early",
+        WHOLE + "TestPatience::test_engines_of_other_processes_have_it_too",
+    ),
+    Mutant(
+        "suite-items-have-no-patience",
+        SUITE,
+        "        limit_s = subject.patient(item.limit_s)\n",
+        "        limit_s = item.limit_s\n",
+        "no connector passes on an emulated machine",
+        WHOLE + "TestPatience::test_limits_are_so_many_times_longer",
+    ),
+    Mutant(
+        "suite-owner-and-reader-in-one-process",
+        STAGE,
+        "apart=self.between_processes and not here, spec=spec",
+        "apart=False, spec=spec",
+        "what one engine has pinned is reported as held by the other, or the other way round",
+        WHOLE + "TestPatience::test_an_owner_has_a_process_of_its_own",
     ),
     Mutant(
         "suite-resident-memory-is-overlooked",

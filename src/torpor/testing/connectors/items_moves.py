@@ -45,7 +45,7 @@ def double_sleep(stage: Stage) -> str:
 def failed_release(stage: Stage) -> str:
     """A sleep that fails after or in the release leaves everybody served; the next sleep is a true one (M2, M12)."""
     looked = ["somebody else's hook", "the driver's unmap"]
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)  # where ``fail_next`` is
     stage.carry(p, d)
     p.call("break_hook", "release")
     _must_fail(p.sleep, "a sleep in which another hook fails")
@@ -68,7 +68,7 @@ def failed_release(stage: Stage) -> str:
 def failed_restore(stage: Stage) -> str:
     """A wake that fails before, in or beside the restore is tried again by the next one (M3, M5)."""
     looked = ["the driver's memory", "somebody else's hook"]
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)
     stage.carry(p, d)
     p.sleep()
     p.call("break_driver", "CREATE", 1, 1)
@@ -117,11 +117,11 @@ def shutdown_unsubscribes(stage: Stage) -> str:
     p, d = stage.pair()
     stage.carry(p, d)
     _leave(p)
-    other = stage.engine("other")
+    other = stage.owner("other")
     other.sleep()
     _leave(other, "while the KV cache sleeps")
     if p is not d:
-        fresh = stage.engine("P2", "producer")
+        fresh = stage.owner("P2", "producer")
         stage.carry(fresh, d, say="from another engine, after the first was shut down")
     return "awake and asleep"
 

@@ -73,10 +73,10 @@ def chosen(names: Collection[str] | None) -> tuple[Item, ...]:
 def run_items(subject: Subject, items: Collection[Item] = ITEMS, *, seed: int = 0) -> Iterator[Outcome]:
     """One outcome after another. ConfigurationError, before the first, when no engine can have the connector here: an option is
     wrong, a package is missing. Nothing else that a connector does is raised."""
-    wrong = within(START_S, lambda: _wrong_settings(subject))
+    wrong = within(subject.patient(START_S), lambda: _wrong_settings(subject))
     if wrong is not None:
         raise wrong
-    with workers() as processes:
+    with workers(subject.patience) as processes:
         if subject.kind.reach == "processes" and subject.kind.supports_sleep_mode:
             processes.prepare(max((item.processes for item in items), default=0))
         for item in items:
@@ -88,10 +88,11 @@ def run_item(subject: Subject, item: Item, processes: Workers, *, seed: int = 0)
     if item.sleeps and not subject.kind.supports_sleep_mode:
         status, reason = Status.NOT_APPLICABLE, "it does not declare supports_sleep_mode: no engine that sleeps takes it"
     else:
-        found = within(item.limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
+        limit_s = subject.patient(item.limit_s)
+        found = within(limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
         if found is None:
             processes.abandon()
-            found = Status.FAILED, f"it has not ended after {item.limit_s:.0f} s: something hangs"
+            found = Status.FAILED, f"it has not ended after {limit_s:.0f} s: something hangs"
         status, reason = found
     return Outcome(item=item.name, proves=item.proves, status=status, reason=reason, seconds=time.monotonic() - begun)
 
