@@ -135,11 +135,11 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
 def blocks_end(stage: Stage) -> str:
     """The owner's blocks are free again when somebody has read them, when a peer says that it needs none of them, and when the
     lease has passed with nobody asking; each is reported once, and of a request that only tells nothing is."""
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)  # within every child's reach, of a connector that is several
     _ends(stage, p, d, "a read", lambda prompt, params: stage.must_arrive(d, prompt, params, [4, 5, 6]))
     _ends(stage, p, d, "a peer that needs nothing", lambda prompt, params: _tell(stage, d, prompt, params))
     stage.close()
-    p, d = stage.pair(handoff_lease_s=LEASE_S)
+    p, d = stage.pair(here=True, handoff_lease_s=LEASE_S)
     _ends(stage, p, d, "a lease that passed", lambda prompt, params: None)
     return "read, told, expired"
 
