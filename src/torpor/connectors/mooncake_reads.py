@@ -87,6 +87,8 @@ class Station(staged.Station):
 
 
 class MooncakeRemote(StagedRemote[Station]):
+    transport: ClassVar[str] = "mooncake"
+
     def __init__(
         self,
         memory: Memory,

@@ -93,6 +93,8 @@ class Station(staged.Station):
 
 
 class NixlRemote(StagedRemote[Station]):
+    transport: ClassVar[str] = "nixl"
+
     def __init__(
         self,
         memory: Memory,

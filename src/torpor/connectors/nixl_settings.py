@@ -58,7 +58,7 @@ def refused(tls: str | None) -> ConfigurationError | None:
 
 def _ask(tls: str | None) -> str:
     """All that UCX prints; nothing when that cannot be found out."""
-    environment = {**os.environ, "UCX_LOG_LEVEL": "warn"}
+    environment = {**os.environ, "UCX_LOG_LEVEL": "warn"}  # UCX's own variables are half of what it is asked about
     environment.pop("UCX_LOG_FILE", None)
     code = _ASK.format(path=sys.path, config=engine_config(tls))
     try:
@@ -78,7 +78,8 @@ def _ask(tls: str | None) -> str:
 
 
 def _culprit(tls: str | None, said: list[str]) -> tuple[str, str | None]:
-    """Which setting to change. UCX calls a variable by its name, devices by their kind, and the transport is the rest."""
+    """Which setting to change. UCX calls a variable by its name, devices by their kind, and the transport is the rest. It reads
+    its variables from the environment, so what was given is there."""
     words = " ".join(said)
     named = re.search(r"[Ii]nvalid value for (\w+)", words)
     if named:

@@ -100,6 +100,8 @@ AnyStation = TypeVar("AnyStation", bound=Station)
 class StagedRemote(RemoteMemory, Generic[AnyStation]):
     """A peer's memory seen from a station."""
 
+    transport: ClassVar[str]
+
     def __init__(
         self,
         memory: Memory,
@@ -141,7 +143,7 @@ class StagedRemote(RemoteMemory, Generic[AnyStation]):
 
     def _live_station(self) -> AnyStation:
         if self._station is None or self._station.flight is not None:
-            raise TransportError(f"the way to {self._who} is closed")
+            raise TransportError(f"the way to {self._who} is closed", transport=self.transport)
         return self._station
 
 
