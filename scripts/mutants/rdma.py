@@ -62,6 +62,15 @@ MUTANTS = (
         PIN_TESTS + "test_p4a_what_a_failed_release_left_is_asked_back_once",
     ),
     Mutant(
+        "m11-what-a-reader-pins-is-its-cache",
+        WORKER,
+        "            elif self._transport.stages:\n",
+        "            elif not self._transport.stages:\n",
+        "over RDMA a reader that sleeps in the middle of a read is told that its memory did not come back",
+        NIXL_TESTS + "test_m11_what_a_reader_pins_beside_its_cache_is_held_of_nobody",
+        needs="nixl_cu13",
+    ),
+    Mutant(
         "m11-explained-pins-count-for-the-next-sleep",
         SLEEP,
         "            self._shared.explained_pins = 0\n",

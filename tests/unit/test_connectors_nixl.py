@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from connector_pairs import A, B, Pairs
 
@@ -24,6 +26,7 @@ from torpor.errors import ConfigurationError, ConnectorError, TransportError
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
 from torpor.testing.clock import FakeClock
 from torpor.testing.kv_engine import KVEngine
+from torpor.testing.pinned import PinnedRegistration, pinning_is_permitted
 
 RANGES = [(0x1000, 10), (0x2000, 20), (0x3000, 30)]
 FOR_EVER = 1000
@@ -193,6 +196,20 @@ def test_p2_a_buffer_that_nixl_does_not_let_go_keeps_no_owner_waiting(pairs: Pai
     p.sleep()
     wait_until(lambda: transport_of(d)._set_aside == [])
     assert not station._undo
+
+
+@pytest.mark.skipif(not pinning_is_permitted(), reason="io_uring is forbidden here")
+@pytest.mark.parametrize("stages", [True, False])
+def test_m11_what_a_reader_pins_beside_its_cache_is_held_of_nobody(pairs: Pairs, stages: bool) -> None:
+    """A buffer that is set aside with a read in flight stays pinned. Of a transport that reads into the KV cache nobody could say
+    whether it is that."""
+    d = pairs.engine("D", "consumer")
+    transport_of(d).stages = stages
+    beside = mmap.mmap(-1, 1 << 20)
+    address = np.frombuffer(beside, dtype=np.uint8).ctypes.data
+    with PinnedRegistration(address, 1 << 20):
+        assert (d.sleep().held_bytes == 0) == stages
+    d.wake()
 
 
 def test_p2_an_end_gives_up_the_spare_buffer_too(pairs: Pairs) -> None:

@@ -39,6 +39,12 @@ class PinWatch:
         """Pinned by registrations and not seen to be unpinned."""
         return self._held
 
+    def explain(self) -> None:
+        """For an end that only reads, into memory of its own: whatever is pinned by now, such as a buffer that is set aside with a
+        read in flight, is no KV cache."""
+        with changing_pins:
+            self.explained_bytes = self._pinned()
+
     @contextlib.contextmanager
     def registering(self, nbytes: int) -> Iterator[None]:
         """Around a registration of ``nbytes``. Pins that a failed release left count once, whoever takes them over."""

@@ -151,6 +151,7 @@ class StagedTransport(TcpTransport, Generic[AnyStation]):
     """Has a station made before the first peer is met, and sets those aside whose reads do not end."""
 
     imports_hold_memory: ClassVar[bool] = False
+    stages: ClassVar[bool] = True
 
     def __init__(self, config: ConnectorConfig, options: Options) -> None:
         super().__init__(config)

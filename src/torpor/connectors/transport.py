@@ -87,6 +87,8 @@ class Transport(abc.ABC):
 
     name: ClassVar[str]
     imports_hold_memory: ClassVar[bool]  # a peer's import keeps our pages from the device for as long as the peer keeps it
+    # What it reads arrives in memory of its own, outside every pool: the reader's KV cache is never made known to the device.
+    stages: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -207,6 +207,9 @@ class PullWorker(KVConnectorWorker):
                 self._owner.withdraw(deadline)
                 self._registered = False
                 self._deregister(self._transport.unpublish)
+            elif self._transport.stages:
+                self._pins.explain()
+                self._tell_pins()
         except TorporError as error:
             error.fields["undo_failures"] = self._serve_again()
             raise
@@ -216,6 +219,9 @@ class PullWorker(KVConnectorWorker):
         """P4a. What the transport keeps pinned for itself is told to the memory layer, which knows pins by their sum only."""
         with self._pins.deregistering():
             let_go()
+        self._tell_pins()
+
+    def _tell_pins(self) -> None:
         if self._memory is not None:
             self._memory.explain_pins(self._pins.explained_bytes)
 
