@@ -40,8 +40,8 @@ class PinWatch:
         return self._held
 
     def explain(self) -> None:
-        """For an end that only reads, into memory of its own: whatever is pinned by now, such as a buffer that is set aside with a
-        read in flight, is no KV cache."""
+        """For an end that only reads, into memory of its own: what is pinned by now is no KV cache, but perhaps a buffer that is
+        set aside with a read in flight."""
         with changing_pins:
             self.explained_bytes = self._pinned()
 

@@ -37,18 +37,19 @@ def _cycles(stage: Stage, names: tuple[str, ...]) -> tuple[str, int]:
     """What is more at the end than after the warm-up, in the processes of both; and by how much the resident memory is where it
     has grown most."""
     p, d = stage.pair()
-    for _ in range(WARM_UP):
-        _cycle(stage, p, d)
-    before = _asleep(stage, p, d)
-    for _ in range(CYCLES - 1):
-        _cycle(stage, p, d)
-    after = _asleep(stage, p, d)
+    seen = [_cycle(stage, p, d) for _ in range(WARM_UP + CYCLES)]
+    before, after = seen[WARM_UP], _asleep(stage, p, d)
     deadline = time.monotonic() + stage.patient(SETTLE_S)
     while _grown(names, before, after) and time.monotonic() < deadline:
         time.sleep(0.05)
         after = _vitals(stage, p, d)
-    resident = max(after[name]["resident bytes"] - before[name]["resident bytes"] for name in before)
+    resident = max(_least_resident(name, seen[-1], after) - _least_resident(name, seen[WARM_UP - 1], before) for name in before)
     return _grown(names, before, after), resident
+
+
+def _least_resident(engine: str, *seen: Vitals) -> int:
+    """Of two cycles: what comes and goes as a huge page does so every other time."""
+    return min(vitals[engine]["resident bytes"] for vitals in seen)
 
 
 def _grown(names: tuple[str, ...], before: Vitals, after: Vitals) -> str:
@@ -60,10 +61,11 @@ def _grown(names: tuple[str, ...], before: Vitals, after: Vitals) -> str:
     )
 
 
-def _cycle(stage: Stage, p: Engine, d: Engine) -> None:
-    _asleep(stage, p, d)
+def _cycle(stage: Stage, p: Engine, d: Engine) -> Vitals:
+    vitals = _asleep(stage, p, d)
     for engine in [p] if p is d else [p, d]:
         engine.wake()
+    return vitals
 
 
 def _asleep(stage: Stage, p: Engine, d: Engine) -> Vitals:
