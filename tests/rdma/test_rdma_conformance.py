@@ -18,7 +18,7 @@ from torpor.testing.connectors.suite import run_item
 # Every limit of the suite's times this. Emulated, an agent takes a second instead of 60 ms, and an import 30 s instead of 2.
 PATIENCE = 5.0
 WITHIN_S = 900.0  # whatever an item's own limit is
-EVERY_DAY = ("follow", "late read", "old epoch")  # over NIXL. The rest is for those who have ten minutes
+EVERY_DAY = ("follow", "late read")  # over NIXL. The rest is for those who have ten minutes
 pytestmark = pytest.mark.timeout(1200)
 
 
