@@ -11,6 +11,7 @@ from typing import Any
 from torpor.connectors import wire
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.channel import Channel
+from torpor.connectors.link import Link
 from torpor.connectors.multi import PARTS, MultiWorker
 from torpor.connectors.worker import PullWorker
 from torpor.kvcache.types import Epoch
@@ -78,10 +79,15 @@ def cut(worker: KVConnectorWorker | None) -> None:
                     link._channel.abort()
 
 
+def live_links(worker: KVConnectorWorker | None) -> list[Link]:
+    """Those that the engine's reader has."""
+    pullers = [p for w in pull_workers(worker) if w._reader is not None for p in list(w._reader._pullers.values())]
+    return [link for p in pullers if (link := p.link) is not None and link.alive]
+
+
 def links(worker: KVConnectorWorker | None) -> list[Epoch]:
     """Of which epochs the engine's reader has links that live."""
-    pullers = [p for w in pull_workers(worker) if w._reader is not None for p in list(w._reader._pullers.values())]
-    return [link.epoch for p in pullers if (link := p.link) is not None and link.alive]
+    return [link.epoch for link in live_links(worker)]
 
 
 def parts_of(params: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,11 +22,12 @@ from actions import Action, action, one_of
 from engine_machine import deadlines, modes, policies, prompts, samplings, some_tags
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pair_connectors import CONNECTORS, Lateness, cut, links, parts_of, same, whole
+from pair_connectors import CONNECTORS, Lateness, cut, links, live_links, parts_of, same, whole
 from pair_sides import HAND_OFF, LEASE_S, POLL_S, WAIT_S, Asked, Side
 from step_counter import count, count_machine, count_step
 
 from torpor._native import Op
+from torpor.connectors.link import Link
 from torpor.engine.base import EngineState, SleepRequest
 from torpor.engine.tickets import Ticket
 from torpor.errors import AsleepError, RequestError, SleepAborted, StateError
@@ -308,8 +309,9 @@ class PairMachine(RuleBasedStateMachine):
         self._look_at_epochs()
 
     def crash(self, who: str) -> None:
+        had = live_links(self.d.worker.connector) if who == "P" else []
         self.sides[who].crash()
-        self._links_are_gone()
+        self._are_gone(had)
         self._look_at_epochs()
         count(f"{who} crashes")
 
@@ -317,14 +319,15 @@ class PairMachine(RuleBasedStateMachine):
         """Both live on, and have lost each other. A hand-off that D was about to speak of may be over, or not."""
         if self.hand_offs and not links(self.d.worker.connector):
             self.read_now(0, None)
-        had = len(links(self.d.worker.connector))
+        had = live_links(self.d.worker.connector)
         cut(self.p.worker.connector)
-        self._links_are_gone()
+        self._are_gone(had)
         count("cut" if had else "cut without a link")
 
-    def _links_are_gone(self) -> None:
+    def _are_gone(self, had: list[Link]) -> None:
+        """Those: a load that nobody waited for may have made another one meanwhile."""
         deadline = time.monotonic() + WAIT_S
-        while links(self.d.worker.connector):
+        while any(link.alive for link in had):
             assert time.monotonic() < deadline, "D does not see that its connection is lost"
             time.sleep(POLL_S)
 

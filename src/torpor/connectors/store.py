@@ -168,7 +168,7 @@ class StoreScheduler(KVConnectorScheduler):
         full = self._full_blocks(len(request.prompt_token_ids) - 1)
         if not self._looks_up or full <= num_computed_tokens:
             return 0, False
-        held = self._store.held_tokens(request.prompt_token_ids[:full])
+        held = self._held(request, full)
         if held <= num_computed_tokens:
             return 0, False
         self._ends[request.request_id] = held
@@ -213,6 +213,10 @@ class StoreScheduler(KVConnectorScheduler):
         metadata = StoreMetadata(loads=self._loads, cancelled=self._cancelled, saves=self._store.take_orders())
         self._loads, self._cancelled = [], []
         return metadata
+
+    def _held(self, request: GenerationRequest, num_tokens: int) -> int:
+        """How many of the prompt's first ``num_tokens`` tokens the store has."""
+        return self._store.held_tokens(request.prompt_token_ids[:num_tokens])
 
     def _full_blocks(self, num_tokens: int) -> int:
         """Tokens of the full blocks among the first ``num_tokens``."""
