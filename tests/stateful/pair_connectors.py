@@ -12,7 +12,8 @@ from torpor.connectors import wire
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.channel import Channel
 from torpor.connectors.link import Link
-from torpor.connectors.multi import PARTS, MultiWorker
+from torpor.connectors.multi_scheduler import PARTS
+from torpor.connectors.multi_worker import MultiWorker
 from torpor.connectors.worker import PullWorker
 from torpor.kvcache.types import Epoch
 

@@ -179,6 +179,7 @@ class StoreScheduler(KVConnectorScheduler):
         if num_external_tokens == 0:
             return
         first = (end - num_external_tokens) // self._spec.block_size
+        end = (first + len(block_ids)) * self._spec.block_size  # as far as there are blocks for it
         fetch = {"token_ids": request.prompt_token_ids[:end], "version": self._store.version}
         self._loads.append(
             LoadRequest(request_id=request.request_id, local_block_ids=list(block_ids), params=fetch, first_block=first)
