@@ -255,7 +255,7 @@ MUTANTS = (
         ">= num_external_tokens:",
         "> 0:",
         "the last tokens of a prompt count as loaded and are not there (P5)",
-        MULTI_TESTS + "TestTransfers::test_one_that_has_less_is_not_asked",
+        MULTI_TESTS + "TestTransfers::test_p5_one_that_has_less_is_not_asked",
     ),
     Mutant(
         "multi-the-child-is-not-named",

@@ -25,12 +25,14 @@ PULL = {"connect_timeout_s": 10.0, "handshake_timeout_s": 10.0, "read_timeout_s"
 @dataclass(frozen=True)
 class PairConnector:
     """``extra``: "{folder}" in it is a fresh folder. ``package``: skipped where it cannot be imported. ``pins``: what one engine
-    registers is pinned by this process, so it looks held when the other sleeps. ``examples``: its share of the everyday suite."""
+    registers is pinned by this process, so it looks held when the other sleeps. ``spares``: a second child has the KV too, and
+    is asked when the first has failed; it knows no request ids, block ids or times. ``examples``: its share of the suite."""
 
     path: str
     extra: dict[str, Any] = field(default_factory=dict)
     package: str | None = None
     pins: bool = False
+    spares: bool = False
     examples: int = 4
 
 
@@ -47,6 +49,7 @@ CONNECTORS = {
                 "torpor.testing.connectors:MemoryConnector",
             ]
         },
+        spares=True,
     ),
 }
 

@@ -249,15 +249,15 @@ class TestTransfers:
         assert d.has(prompt, [0, 7, 2])
         assert [(part.loads_done, part.loads_failed) for part in d.worker.stats().children] == [(0, 1), (1, 0)]
 
-    def test_one_that_has_less_is_not_asked(self, pairs: Pairs, tmp_path: Path) -> None:
-        """Its load would leave tokens of the last block uncomputed."""
-        children = {"connectors": [ipc(tmp_path), "offload"]}
-        p, d = pairs.engine("P", extra=children), pairs.engine("D", extra=children)
-        d.prefill("own", A, [1, 2, 3])
-        until(lambda: child(d, 1).stats().store.saved_blocks == 2)
-        params = p.prefill("r", A, [5, 1, 3])
-        params[PARTS]["ipc"]["torpor"]["lease"] += 100
-        assert d.load("q", A, params, [0, 7, 2]) == "failed"
+    def test_p5_one_that_has_less_is_not_asked(self, pairs: Pairs, tmp_path: Path) -> None:
+        """In as many blocks: its load would leave the last token of them without KV."""
+        p, d = pairs.pair(extra={"connectors": [MEMORY, ipc(tmp_path)]})
+        prompt = [*A, 1]
+        params = p.prefill("r", prompt, [5, 1, 3])
+        params[PARTS]["ipc"] = p.prefill("less", prompt[:9], [0, 2, 4])[PARTS]["ipc"]
+        params[PARTS]["MemoryConnector"]["torpor"]["lease"] += 100
+        assert d.load("q", prompt, params, [0, 7, 2]) == "failed"
+        assert [part.loads_done for part in d.worker.stats().children] == [0, 0]
 
     def test_one_with_less_hears_at_once_that_it_may_let_go(self, pairs: Pairs, tmp_path: Path) -> None:
         """A hand-off of two blocks, beside one of three."""
