@@ -5,7 +5,7 @@
 
 Real processes on loopback, asked by streaming completions, one request at a time. A pair behind a router is asked prompts that
 nobody has seen: it does what the single engine does and more, P's prefill, P's answer, D's pull of the KV cache, and the last
-prompt token at D. One that keeps KV for itself (``offload``, ``lmcache``) is asked a prompt, sleeps, wakes, is asked it again. The
+prompt token at D. One that keeps KV for itself (``offload``, ``lmcache``) is asked a prompt, sleeps, wakes, is asked again. The
 single engine is asked next to each in every round; ratios are of medians.
 """
 
@@ -146,7 +146,7 @@ def show(bench: Bench, results: dict[str, Lengths]) -> None:
             milliseconds = (common.Samples(tuple(1e3 * v for v in found[case].values)) for case in ("single", "connector"))
             to_ipc = "" if reference is None else f"{over(found) / reference:.2f}"
             rows.append([name, *milliseconds, f"{over(found):.2f}", to_ipc])
-        title = f"ms to the first token of {bench.clients.prompt_tokens[words]} tokens"
+        title = f"ms to the first token of a prompt of {words} words"
         bench.run.table(title, ["", "single engine", "with it", "to single", "to ipc"], rows)
 
 

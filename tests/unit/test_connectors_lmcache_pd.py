@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -204,6 +206,14 @@ class TestSleeping:
         p.wake()
         assert time.monotonic() - begun < 1.0
         gate.open()
+
+    def test_e5_the_kv_cache_is_nobody_s_after_the_shutdown(self, engines: tuple[KVEngine, KVEngine]) -> None:
+        for one in engines:
+            one.worker.shutdown()
+            layers = [weakref.ref(tensor) for tensor in one.kv_caches.values()]
+            one.kv_caches.clear()
+            gc.collect()
+            assert [layer() for layer in layers] == [None] * len(layers)
 
     def test_nothing_of_it_is_left_at_the_end(self, extra: dict[str, Any]) -> None:
         before = threading.active_count()

@@ -222,6 +222,7 @@ class PairStore(Store):
         if self.closed:
             return
         self.closed = True
+        self._layers = []
         if self._pusher is not None:
             self._pushes.put(None)
             self._pusher.join(timeout_s)
