@@ -29,6 +29,7 @@ class MultiConnector(KVConnector):
 
         class Configured(cls):  # type: ignore[valid-type, misc]
             supports_sleep_mode: ClassVar[bool] = all(kind.supports_sleep_mode for kind in kinds)
+            supports_weight_updates: ClassVar[bool] = all(kind.supports_weight_updates for kind in kinds)
             guarded: ClassVar[bool] = any(kind.guarded for kind in kinds)
             reach: ClassVar[Reach] = _reach(kinds)
             children: ClassVar[tuple[type[KVConnector], ...]] = kinds

@@ -117,6 +117,10 @@ class MultiWorker(KVConnectorWorker):
             except TorporError as error:
                 raise of_child(error, label) from error.__cause__
 
+    def set_weights_version(self, version: str) -> None:
+        for child in self._children:
+            child.set_weights_version(version)
+
     def get_handshake_metadata(self) -> dict[str, Any] | None:
         parts = [child.get_handshake_metadata() for child in self._children]
         epoch = self.epoch()
