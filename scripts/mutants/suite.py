@@ -9,6 +9,8 @@ DOORS = "src/torpor/testing/connectors/items_doors.py"
 FLAT = "src/torpor/testing/connectors/items_flat.py"
 MOVES = "src/torpor/testing/connectors/items_moves.py"
 MULTI = "src/torpor/connectors/multi.py"
+MULTI_SCHEDULER = "src/torpor/connectors/multi_scheduler.py"
+MULTI_WORKER = "src/torpor/connectors/multi_worker.py"
 MULTI_CONFIG = "src/torpor/connectors/multi_config.py"
 PINNED = "src/torpor/testing/connectors/pinned.py"
 STAGE = "src/torpor/testing/connectors/stage.py"
@@ -204,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-siblings-stay-released",
-        MULTI,
+        MULTI_WORKER,
         "                undone = self._restore(reversed(released))\n",
         "                undone: tuple[str, ...] = ()\n",
         "a sleep that one child refused takes the others from their peers",
@@ -212,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-released-in-order",
-        MULTI,
+        MULTI_WORKER,
         "        for index in reversed(range(len(self._children))):\n",
         "        for index in range(len(self._children)):\n",
         "a child takes what another one has pinned for its own",
@@ -228,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-free-with-the-first-end",
-        MULTI,
+        MULTI_WORKER,
         "        if left:\n            self._kept[request_id] = left\n        return not left\n",
         "        return True\n",
         "blocks are written again while a child still offers them",
@@ -236,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-published-while-a-child-is-away",
-        MULTI,
+        MULTI_WORKER,
         "return None if None in epochs else epochs[0]",
         "return epochs[0]",
         "hand-offs name a child that serves nobody",
@@ -244,11 +246,51 @@ MUTANTS = (
     ),
     Mutant(
         "multi-others-are-not-told",
-        MULTI,
-        "                child.update_state_after_alloc(self._for(index, request), [], 0)\n",
+        MULTI_SCHEDULER,
+        "                child.update_state_after_alloc(own, [], 0)\n",
         "                pass\n",
         "blocks that nobody reads stay for the whole lease",
+        MULTI_TESTS + "TestTransfers::test_one_with_less_hears_at_once_that_it_may_let_go",
+    ),
+    Mutant(
+        "multi-a-failed-load-is-the-end",
+        MULTI_WORKER,
+        "if not self._next_is_asked(name)",
+        "if True",
+        "a prompt is computed that another child has",
+        MULTI_TESTS + "TestTransfers::test_a_load_that_failed_is_asked_of_the_next_that_has_it",
+    ),
+    Mutant(
+        "multi-the-cancelled-is-asked-of-the-next",
+        MULTI_WORKER,
+        "            for name in part.cancelled:\n                self._spare(name)\n",
+        "            pass\n",
+        "blocks of a request that has ended are written to",
+        MULTI_TESTS + "TestTransfers::test_what_was_cancelled_is_asked_of_nobody_else",
+    ),
+    Mutant(
+        "multi-a-sleep-asks-the-next",
+        MULTI_WORKER,
+        "            self._spare(name)\n        released: list[int] = []",
+        "            pass\n        released: list[int] = []",
+        "a load is begun while its memory goes",
+        MULTI_TESTS + "TestTransfers::test_p2_what_a_sleep_has_ended_is_asked_of_nobody_else",
+    ),
+    Mutant(
+        "multi-the-spared-never-hear",
+        MULTI_WORKER,
+        "        for name in recving:\n            self._spare(name)\n",
+        "",
+        "blocks that nobody reads stay for the whole lease",
         MULTI_TESTS + "TestTransfers::test_the_others_hear_that_they_may_let_go",
+    ),
+    Mutant(
+        "multi-one-with-less-is-asked",
+        MULTI_SCHEDULER,
+        ">= num_external_tokens:",
+        "> 0:",
+        "the last tokens of a prompt count as loaded and are not there (P5)",
+        MULTI_TESTS + "TestTransfers::test_p5_one_that_has_less_is_not_asked",
     ),
     Mutant(
         "multi-the-child-is-not-named",

@@ -48,7 +48,16 @@ CASES: dict[str, Case] = {
         install="mooncake",
         wrong=(({"protocol": "pigeon"}, "protocol"), ({"staging_bytes": 0}, "staging_bytes")),
     ),
-    "lmcache": Case(packages=("lmcache",), install="lmcache"),
+    "lmcache": Case(
+        packages=("lmcache", "lmcache.v1.cache_engine"),
+        install="lmcache",
+        wrong=(
+            ({"remote_url": "pigeon://x"}, "remote_url"),
+            ({"pd_peer": "somewhere"}, "pd_peer"),
+            ({"host_bytes": 1}, "host_bytes"),
+        ),
+    ),
+    "offload": Case(wrong=(({"host_bytes": 1}, "host_bytes"), ({"disk_bytes": 1 << 30}, "disk_dir"))),
 }
 NAMES = tuple(KNOWN)
 

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 from faulty_connectors import MUTANTS, SOCKETS, Mutant
@@ -25,8 +26,10 @@ from torpor.testing.connectors import (
     Subject,
     UnfollowedPinned,
     check_connector,
+    items_peers,
     run_items,
 )
+from torpor.testing.connectors.outcomes import Failure
 from torpor.testing.connectors.stage import EngineHere, Stage
 from torpor.testing.connectors.vitals import resident_bytes
 from torpor.testing.kv_engine import missing_package
@@ -203,6 +206,24 @@ class TestVitals:
             libc.free(piece)
         assert resident_bytes() < before + (4 << 20)
         libc.free(pieces[-1])
+
+
+class TestSilentOwners:
+    """What comes from a store whose engine was stopped while it kept a prompt is the beginning of it."""
+
+    def reader(self, right_blocks: int) -> MagicMock:
+        d = MagicMock()
+        d.call.side_effect = lambda name, *args, **kwargs: {"read": "recving", "blocks_asked": 1, "sums": [0]}[name]
+        d.has.side_effect = lambda prompt, blocks: len(blocks) <= right_blocks
+        d.sleep.return_value = {"held": 0}
+        return d
+
+    def test_the_beginning_of_a_prompt_is_enough_if_it_is_right(self) -> None:
+        items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=1))
+
+    def test_wrong_bytes_are_caught(self) -> None:
+        with pytest.raises(Failure, match="wrong bytes"):
+            items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=0))
 
 
 class TestCommand:

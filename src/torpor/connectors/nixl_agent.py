@@ -103,7 +103,7 @@ class Agent:
         package = load_package()
         settings = {"engine_config": nixl_settings.engine_config(tls)} if backend == UCX else {}
         try:
-            with _translated(f"start an agent with backend {backend}"), _patient_progress(package):
+            with _translated(f"start an agent with backend {backend}"), patient_progress(package):
                 config = package.nixl_agent_config(enable_prog_thread=serves, capture_telemetry=not serves, backends=[])
                 self._agent = package.nixl_agent(name, config)
                 self._agent.create_backend(backend, settings)
@@ -228,7 +228,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patient_progress(package: Any) -> Iterator[None]:
+def patient_progress(package: Any) -> Iterator[None]:
     """While an agent is made, its progress thread gets a delay. The Python class writes 0 and offers no argument for it."""
     bindings = getattr(sys.modules[package.nixl_agent.__module__], "nixlBind", None)
     plain = getattr(bindings, "nixlAgentConfig", None)

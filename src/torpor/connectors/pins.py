@@ -32,6 +32,7 @@ class PinWatch:
     def __init__(self, pinned: Callable[[], int] = pinned_bytes) -> None:
         self._pinned = pinned
         self._held = 0
+        self.tell: Callable[[int], None] = _nothing  # is told ``held_bytes`` whenever they may have changed
         self.explained_bytes = 0  # VmPin when all that a registration had pinned was seen to be gone: none of it is the KV cache
 
     @property
@@ -60,6 +61,7 @@ class PinWatch:
             found = min(nbytes, max(0, self._held + self._pinned() - before))
             not_ours = whole and not self._held and found < nbytes  # it pins nothing: the transport's own memory has grown
             self._held = 0 if not_ours else found
+            self.tell(self._held)
 
     @contextlib.contextmanager
     def deregistering(self) -> Iterator[None]:
@@ -76,6 +78,7 @@ class PinWatch:
                 time.sleep(POLL_S)
         finally:
             self._held = max(0, self._held - max(0, before - self._pinned()))
+            self.tell(self._held)
         self.explained_bytes = self._pinned() if did_pin and not self._held else 0
         if self._held:
             raise TransportError(
@@ -84,6 +87,10 @@ class PinWatch:
                 transport="any",
                 bytes=self._held,
             )
+
+
+def _nothing(nbytes: int) -> None:
+    return
 
 
 class NoPins(PinWatch):

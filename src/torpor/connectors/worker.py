@@ -91,6 +91,7 @@ class PullWorker(KVConnectorWorker):
             self._pins = NoPins()
             # All streams of the process, whichever the engine computes on; our own copies among them, which take milliseconds.
             self._settle = memory.device.synchronize
+        self._pins.tell = lambda nbytes: memory.note_pins(KV_TAG, self, nbytes)
         try:
             self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
             self._transport.open(self._geometry, memory, self._fence)

@@ -11,7 +11,7 @@ import torch
 
 from torpor._native import Device, Op
 from torpor.connectors import KVConnectorWorker
-from torpor.connectors.multi import MultiWorker
+from torpor.connectors.multi_worker import MultiWorker
 from torpor.connectors.store_worker import StoreWorker
 from torpor.connectors.worker import PullWorker
 from torpor.errors import RequestError, StateError, TorporError, TransportError

@@ -81,12 +81,13 @@ def _check_time(stage: Stage, begun: float, timeout_s: float) -> None:
 
 
 def _silent_owner(stage: Stage, p: EngineApart, d: EngineApart) -> None:
-    """One-sided reads may go on without the owner's process: then the bytes must be right."""
+    """One-sided reads may go on without the owner's process: then the bytes must be right. A store that had not finished keeping
+    the prompt gives the beginning of it."""
     prompt = stage.prompt()
     params = p.prefill(stage.request(), prompt, [1, 2, 3])
     p.stop()
     outcome = d.call("read", stage.request(), prompt, params, [4, 5, 6], timeout_s=CALL_S)
-    if outcome == "recving" and not d.has(prompt, [4, 5, 6]):
+    if outcome == "recving" and not d.has(prompt, [4, 5, 6][: d.call("blocks_asked")]):
         raise Failure("a read of an engine that is stopped was reported as complete with wrong bytes")
     _quick(stage, d, "the sleep of an engine whose owner says nothing")
     d.wake()
