@@ -141,14 +141,24 @@ class Transfer:
 
     def _watch_copies(self) -> None:
         device: Any = self.engine.memory.device
-        plain = device.copy_blocks
+        copy, begin = device.copy_blocks, device.begin_copy_blocks
+
+        def mark() -> None:
+            self._marks.append(time.perf_counter())
 
         def marked(*args: Any) -> None:
-            self._marks.append(time.perf_counter())
-            plain(*args)
-            self._marks.append(time.perf_counter())
+            mark()
+            copy(*args)
+            mark()
 
-        device.copy_blocks = marked
+        def marked_begin(*args: Any) -> Any:
+            mark()
+            begun = begin(*args)
+            close = begun.close
+            begun.close = lambda: (close(), mark())
+            return begun
+
+        device.copy_blocks, device.begin_copy_blocks = marked, marked_begin
 
     def rate(self) -> float:
         """GB/s of one load."""

@@ -89,7 +89,7 @@ void Kernels::sum(const SumTable &sums, uint64_t first, uint64_t last, CUstream 
   check(table().cuLaunchKernel(sum_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_HASH, "cuLaunchKernel");
 }
 
-bool Kernels::can_copy(const BlockCopies &list) {
+bool Kernels::can_copy(const tp_blocks &list) {
   const auto aligned = [](uint64_t address) { return address % kVectorBytes == 0; };
   return aligned(list.block_bytes) && list.block_bytes / kVectorBytes <= kMostVectors &&
          std::all_of(list.dst, list.dst + list.arrays, aligned) && std::all_of(list.src, list.src + list.arrays, aligned);
@@ -97,7 +97,7 @@ bool Kernels::can_copy(const BlockCopies &list) {
 
 uint64_t Kernels::most_blocks(uint64_t block_bytes) { return kMostVectors / (block_bytes / kVectorBytes); }
 
-void Kernels::copy(const BlockCopies &list, CUstream stream) const {
+void Kernels::copy(const tp_blocks &list, CUstream stream) const {
   const uint64_t block = list.block_bytes / kVectorBytes, rounds = (list.arrays * list.count * block + kRoundVectors - 1) / kRoundVectors;
   BlockCopy job{list.dst, list.src, list.dst_ids, list.src_ids, static_cast<uint32_t>(list.arrays), static_cast<uint32_t>(list.count),
                 static_cast<uint32_t>(block)};
