@@ -53,6 +53,7 @@ class Kernels {
  private:
   CUmodule module_ = nullptr;
   CUfunction sum_ = nullptr, copy_ = nullptr, pull_ = nullptr;
+  CUfunction move_ = nullptr;  // where the device moves blocks by itself
   uint32_t processors_ = 1;
 };
 

@@ -151,13 +151,16 @@ class IpcRemote(RemoteMemory):
         self, memory: Memory, ours: Geometry, theirs: Geometry, imports: list[Import], fence: FenceView, who: str
     ) -> None:
         self._memory = memory
-        self.begins = memory.device.copies_beside
         self._block_bytes = ours.spec.block_bytes
         self._dst, self._src = (Words(array("Q", side.arrays())) for side in (ours, theirs))
         self._limits = ours.spec.num_blocks, theirs.spec.num_blocks
         self._imports = imports
         self._fence = fence
         self._who = who
+
+    @property
+    def begins(self) -> bool:
+        return self._memory.device.copies_beside
 
     def begin(self, request: BlockRead) -> IpcRead:
         return IpcRead(self, request)

@@ -72,7 +72,10 @@ class Reading(Protocol):
 class RemoteMemory(abc.ABC):
     """A peer's KV cache of one epoch, as far as we can reach it. Used by one thread at a time."""
 
-    begins: bool = False  # whether ``begin`` is there
+    @property
+    def begins(self) -> bool:
+        """Whether ``begin`` is there."""
+        return False
 
     def begin(self, request: BlockRead) -> Reading:
         """Begins a read without waiting for anything: the engine's thread calls. Nobody has looked at whether the blocks lie in
