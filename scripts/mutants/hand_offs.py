@@ -45,8 +45,8 @@ MUTANTS = (
     Mutant(
         "p3-checked-before-the-read",
         LINK,
-        "            moved = self._remote.read(request,",
-        "            self._confirm(load)\n            moved = self._remote.read(request,",
+        "                moved = self._remote.read(self._request(",
+        "                self._confirm(load)\n                moved = self._remote.read(self._request(",
         "the answer is older than the bytes",
         PAIR_TESTS + "TestTheCheckAfterTheRead::test_p3_a_lease_that_expires_during_the_read_yields_nothing[ipc]",
         also=(("self._confirm(load))\n            self._confirm(load)\n", "self._confirm(load))\n"),),

@@ -121,13 +121,13 @@ def test_a_read_begins_on_the_engine_s_thread_and_ends_on_the_puller_s(met: tupl
     assert d.worker.stats().loads_done == 2
 
 
-def test_the_digest_is_computed_by_whoever_waits_for_the_copy(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+def test_the_lease_s_word_is_computed_by_whoever_waits_for_the_copy(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
     d.begin_load("q", A, p.prefill("r", A, THERE), HERE)
     load: Load = puller_of(d)._running
     assert sky.waited_for.wait(WAIT_S)
-    assert load._told is not None
+    assert load._word is not None
     sky.clear.set()
     assert d.wait("q") == "recving"
 
@@ -169,6 +169,10 @@ def test_p1_a_load_of_another_epoch_is_not_begun(met: tuple[KVEngine, KVEngine, 
     assert sky.begun_by == []
     assert d.load("q2", B, p.prefill("r2", B, THERE), HERE) == "recving"
     assert d.has(B, HERE)
+    sky.begun_by.clear()
+    idle(d)
+    assert d.load("again", A, old, HERE) == "failed"
+    assert sky.begun_by == [], "the link is of another epoch"
 
 
 def test_p5_blocks_outside_the_cache_are_not_begun(met: tuple[KVEngine, KVEngine, Sky]) -> None:
