@@ -43,6 +43,14 @@ MUTANTS = (
         PAIR_TESTS + "TestTheCheckAfterTheRead::test_p3_a_lease_that_expires_during_the_read_yields_nothing[ipc]",
     ),
     Mutant(
+        "p2-a-killed-owner-s-words-are-believed",
+        LINK,
+        "if self._channel.hung_up():",
+        "if not self.epoch:",
+        "a lease outlives its engine",
+        PAIR_TESTS + "TestTheCheckAfterTheRead::test_p2_an_owner_that_goes_during_the_read_ends_its_leases[ipc]",
+    ),
+    Mutant(
         "p3-checked-before-the-read",
         LINK,
         "                moved = self._remote.read(self._request(",

@@ -219,6 +219,7 @@ TEST(copy_of_blocks_of_many_arrays) {
   fixture::Device device;
   for (const uint64_t block : {16, 48, 4096, 16384, 16384 + 16, 40960, 65536, 100}) copy_arrays_of_blocks(device, block, 11, 5);
   copy_arrays_of_blocks(device, 16384, 2, 3);
+  copy_arrays_of_blocks(device, 4096, 2, 3);
   copy_arrays_of_blocks(device, 16, 70001, 2);   // more ids than go with one launch
   copy_arrays_of_blocks(device, 48, 3, 4099);    // more arrays
   device.close();

@@ -144,9 +144,12 @@ class Link:
             raise PeerError(f"{self} has withdrawn its KV cache or is gone", peer=str(self))
 
     def _confirm(self, load: Load) -> None:
-        """What was read before this call is right: the owner still had that epoch mapped and that lease open, for this load."""
+        """What was read before this call is right: the owner lives, and still had that epoch mapped and that lease open, for this
+        load."""
         expected = load.expected_word(self._key)  # before the look: the look is what counts, and is the later the better
         self._check(judge(*self._remote.look(load.lease), self.epoch, load.lease, expected), load)
+        if self._channel.hung_up():  # a killed owner cleared no words
+            raise PeerError(f"{self} is gone", peer=str(self))
 
     def _check(self, verdict: Verdict, load: Load) -> None:
         if verdict is Verdict.VALID:
