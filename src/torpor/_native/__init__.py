@@ -1,5 +1,6 @@
 """The native core, bound by ctypes. The contract is ``csrc/include/torpor/torpor.h``."""
 
+from .blocks import BlockCopy, Words
 from .device import ChunkImage, Device, Span
 from .library import find_library
 from .objects import Arena, Import, Region, buffer_at, host_free_bytes
@@ -9,6 +10,7 @@ from .verbs import share_system_verbs
 
 __all__ = [
     "Arena",
+    "BlockCopy",
     "ChunkImage",
     "CopyKind",
     "Device",
@@ -21,6 +23,7 @@ __all__ = [
     "TorchMode",
     "TorchNews",
     "TorchSlot",
+    "Words",
     "buffer_at",
     "find_library",
     "host_free_bytes",

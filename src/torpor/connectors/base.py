@@ -34,8 +34,7 @@ def token_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(token_ids)).digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pull the KV of one request: remote block ``first_block + i`` goes to ``local_block_ids[i]``.
 
     Without local blocks nothing is read and nothing reported: the owner only hears that it may let go.
