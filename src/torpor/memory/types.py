@@ -91,6 +91,21 @@ class SharingReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AheadReport:
+    """What ``Memory.take_ahead`` came to, by ``end_ahead``."""
+
+    taken_bytes: int
+    seconds: float  # from the call to the last byte
+    unused_bytes: int  # of those, what no image needed, and was given back
+    waited_s: float  # how long anybody waited for host memory of images meanwhile
+    failure: str = ""  # why not all was taken; what was missing was taken when it was needed
+
+    def __str__(self) -> str:
+        taken = f"{self.taken_bytes / 2**30:.1f} GiB in {self.seconds:.1f} s beside the start, {self.waited_s:.1f} s waited for"
+        return f"{taken}; {self.failure}" if self.failure else taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TagSleepReport:
     """M11. ``returned_bytes`` is what the device got back for certain; the rest of ``unmapped_bytes`` is with ``holders``."""
 
