@@ -179,6 +179,8 @@ class Backing:
         self._require_limit(nbytes)
         if self._space is None:
             self._space = self._open_arena()
+            if nbytes > self._space.nbytes:
+                raise HostMemoryError(f"no room for {nbytes} bytes of images", bytes_needed=nbytes, bytes_free=0)
             self._arena_memory().commit_ahead(0, nbytes, COMMIT_CHUNKS * self._chunk_bytes, self._threads)
 
     def end_ahead(self) -> AheadReport:

@@ -297,6 +297,7 @@ class Memory:
             condemned_bytes=device.condemned_bytes,
             host_committed_bytes=device.committed_bytes,
             host_shared_bytes=sum(t.shared_image_bytes for t in tags),
+            host_spare_bytes=device.spare_bytes,
             host_limit_bytes=self.config.host_limit_bytes,
             sleeps=self._sleeps,
             wakes=self._wakes,

@@ -66,6 +66,7 @@ class MemoryStats:
     sleeps: int
     wakes: int
     host_shared_bytes: int = 0  # of host_committed_bytes, in shared images; they count in full for each who uses them
+    host_spare_bytes: int = 0  # taken ahead, and used by no image yet
 
     def tag(self, name: str) -> TagStats:
         return next(t for t in self.tags if t.tag == name)

@@ -25,9 +25,9 @@ def expected_weight_bytes(config: ModelConfig) -> int | None:
     if config.load_format != "auto" or not folder.is_dir():
         return None
     try:
-        headers = [_read_header(file) for file in _files_of(folder)]
-        return sum(_bytes_of(entry, config.dtype) for header in headers for entry in header) or None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        tensors = [tensor for file in _files_of(folder) for tensor in _read_header(file)]
+        return sum(_bytes_of(*tensor, config.dtype) for tensor in tensors) or None
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -36,22 +36,33 @@ def _files_of(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [folder / "model.safetensors"]
-    return [folder / name for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())]
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if not all(Path(name).name == name for name in names):
+        raise ValueError("a file that is not in the folder")
+    return [folder / name for name in names]
 
 
-def _read_header(file: Path) -> list[dict[str, Any]]:
+def _read_header(file: Path) -> list[tuple[str, int]]:
+    """(dtype, elements) of every tensor. For a file that does not have them all nothing is taken."""
+    if not file.is_file():
+        raise ValueError("no file")
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > _MAX_HEADER_BYTES:
             raise ValueError("not a safetensors file")
         header = json.loads(stream.read(length))
-    return [entry for name, entry in header.items() if name != "__metadata__"]
+    tensors = [(entry["dtype"], _elements(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
+    if 8 + length + sum(elements * _STORED[dtype] for dtype, elements in tensors) != file.stat().st_size:
+        raise ValueError("damaged")
+    return tensors
 
 
-def _bytes_of(entry: dict[str, Any], dtype: str) -> int:
-    stored = entry["dtype"]
-    size = _COMPUTED.get(dtype, _STORED[stored]) if stored in _FLOATS else _STORED[stored]
-    if dtype == "auto" and stored == "F64":
-        size = 4
-    elements: int = math.prod(entry["shape"])
+def _elements(shape: list[Any]) -> int:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError("a shape that is none")
+    return math.prod(shape)
+
+
+def _bytes_of(stored: str, elements: int, dtype: str) -> int:
+    size = _COMPUTED.get(dtype, min(4, _STORED[stored])) if stored in _FLOATS else _STORED[stored]
     return -(-elements * size // _ALIGN_BYTES) * _ALIGN_BYTES
