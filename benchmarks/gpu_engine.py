@@ -79,9 +79,9 @@ def draw_prompts(count: int, vocabulary: int, seed: int) -> list[list[int]]:
 class Engine:
     """An engine whose core is a process of its own, and the event loop it is asked from."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, load_format: str = "random", **settings: Any) -> None:
         config = config_from_settings(
-            str(folder), driver="cuda", load_format="random", enable_sleep_mode=True, enable_prefix_caching=False, **settings
+            str(folder), driver="cuda", load_format=load_format, enable_sleep_mode=True, enable_prefix_caching=False, **settings
         )
         self._loop = asyncio.new_event_loop()
         began = time.perf_counter()

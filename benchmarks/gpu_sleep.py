@@ -112,7 +112,7 @@ class Scene:
         """Between the weights and their image, whose bytes are the same."""
         [segment] = self.memory.pool("weights").segments
         assert segment.image is not None
-        image = self.memory._shared.images.address_of(segment)
+        image = self.memory._shared.backing.address_of(segment.image)
         for streams in STREAMS:
             for kind, dst, src in (("to_device", segment.address, image), ("to_host", image, segment.address)):
                 seconds = common.timed(lambda: self.memory.device.copy(kind, [(dst, src, self.weights.nbytes)], streams))  # noqa: B023

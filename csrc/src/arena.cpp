@@ -5,6 +5,12 @@
 #include "host_pages.h"
 
 namespace torpor {
+namespace {
+
+// Where the cuda driver has the borders of its page-locks (HostLocks): parts of images then have one each.
+constexpr uint64_t kAlignment = uint64_t{256} << 20;
+
+}  // namespace
 
 void RangeSet::add(Range range) {
   Address start = range.address, end = range.end();
@@ -53,13 +59,14 @@ std::vector<Range> RangeSet::missing(Range range) const {
 Arena::Arena(Device &device, uint64_t bytes) : device_(device) {
   const uint64_t page = host::page_size();
   if (bytes == 0 || bytes > UINT64_MAX / 2) throw Error::invalid("an arena of " + std::to_string(bytes) + " bytes");
-  range_ = host::reserve((bytes + page - 1) / page * page);
+  range_ = host::reserve((bytes + page - 1) / page * page, bytes < kAlignment ? page : kAlignment);
   device.access.add(entry_, range_);
   device.access.open(entry_);
   ++device.counters.arenas;
 }
 
 Arena::~Arena() {
+  stop_lanes();
   device_.access.remove(entry_);
   --device_.counters.arenas;
 }
@@ -72,15 +79,40 @@ Range Arena::inside(uint64_t offset, uint64_t bytes) const {
   return {range_.address + offset, bytes};
 }
 
-void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
+Range Arena::pages_around(uint64_t offset, uint64_t bytes) const {
   const Range asked = inside(offset, bytes);
   const uint64_t page = host::page_size();
   const Address start = asked.address / page * page, end = (asked.end() + page - 1) / page * page;
-  std::lock_guard<std::mutex> lock(mutex_);
-  const std::vector<Range> gaps = entry_.committed.missing({start, end - start});
+  return {start, end - start};
+}
+
+void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
+  const Range pages = pages_around(offset, bytes);
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_for_lanes(lock, pages);
+  std::vector<Range> spare, fresh;
+  for (const Range &gap : entry_.committed.missing(pages)) {
+    for (const Range &part : ahead_.spare.present(gap)) spare.push_back(part);
+    for (const Range &part : ahead_.spare.missing(gap)) fresh.push_back(part);
+  }
+  take_all(fresh, std::max(threads, 1u));
+  for (const Range &part : fresh) {
+    device_.access.change([&] { entry_.committed.add(part); });
+    device_.counters.committed_bytes += part.bytes;
+  }
+  for (const Range &part : spare) {
+    device_.access.change([&] { entry_.committed.add(part); });
+    ahead_.spare.remove(part);
+    device_.counters.committed_bytes += part.bytes;
+    device_.counters.spare_bytes -= part.bytes;
+  }
+}
+
+// All of it or nothing.
+void Arena::take_all(const std::vector<Range> &gaps, uint32_t threads) {
   size_t done = 0;
   try {
-    for (; done < gaps.size(); ++done) device_.driver().commit(gaps[done], std::max(threads, 1u));
+    for (; done < gaps.size(); ++done) device_.driver().commit(gaps[done], threads);
   } catch (...) {
     // Nobody has seen these pages yet. What cannot be given back is kept as committed, so that it is counted and tried again.
     for (size_t i = 0; i < done; ++i) {
@@ -92,10 +124,6 @@ void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
       }
     }
     throw;
-  }
-  for (const Range &gap : gaps) {
-    device_.access.change([&] { entry_.committed.add(gap); });
-    device_.counters.committed_bytes += gap.bytes;
   }
 }
 
@@ -126,7 +154,9 @@ void Arena::adopt(uint64_t offset, uint64_t bytes, const FilePart &file, uint32_
     throw Error::invalid("only whole pages of a memory file can be adopted");
   }
   host::require_sealed(file, bytes);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_for_lanes(lock, asked);
+  give_back_spare(asked);
   decommit_locked(asked);
   device_.driver().adopt(asked, file, std::max(threads, 1u));
   device_.access.change([&] { entry_.committed.add(asked); });
@@ -134,6 +164,7 @@ void Arena::adopt(uint64_t offset, uint64_t bytes, const FilePart &file, uint32_
 }
 
 void Arena::clear() {
+  end_ahead();
   std::lock_guard<std::mutex> lock(mutex_);
   decommit_locked(range_);
   device_.access.remove(entry_);

@@ -370,6 +370,30 @@ TORPOR_API tp_status tp_arena_commit(tp_arena *arena, uint64_t offset, uint64_t 
   });
 }
 
+TORPOR_API tp_status tp_arena_commit_ahead(tp_arena *arena, uint64_t offset, uint64_t bytes, uint64_t part_bytes, uint32_t threads,
+                                          tp_error *err) {
+  return guarded(err, [&] {
+    require("arena", arena);
+    arena->arena->commit_ahead(offset, bytes, part_bytes, threads);
+  });
+}
+
+TORPOR_API tp_status tp_arena_end_ahead(tp_arena *arena, uint64_t *unused, tp_error *err) {
+  return guarded(err, [&] {
+    require("arena, unused", arena, unused);
+    *unused = arena->arena->end_ahead();
+  });
+}
+
+TORPOR_API tp_status tp_arena_get_ahead(tp_arena *arena, tp_ahead *out, tp_error *err) {
+  return guarded(err, [&] {
+    require("arena, out", arena, out);
+    const torpor::AheadProgress found = arena->arena->ahead_progress();
+    *out = {found.asked_bytes, found.taken_bytes, found.seconds, found.active, found.failure.has_value(), {}};
+    if (found.failure) report(*found.failure, &out->failure);
+  });
+}
+
 TORPOR_API tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_t bytes, tp_error *err) {
   return guarded(err, [&] {
     require("arena", arena);

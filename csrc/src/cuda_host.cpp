@@ -32,14 +32,28 @@ Context::Scope::~Scope() {
   table().cuCtxPopCurrent_v2(&popped);
 }
 
-void HostLocks::lock_pieces(Range range, unsigned flags) {
-  for (Address at = range.address; at < range.end();) {
-    // Piece borders at fixed addresses, whatever was committed first.
-    const uint64_t bytes = std::min(range.end(), (at / kPiece + 1) * kPiece) - at;
-    check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(at), bytes, kHostPortable | kHostDeviceMap | flags),
-          TP_OP_COMMIT, "cuMemHostRegister");
-    pieces_[at] = {bytes, flags};
-    at += bytes;
+namespace {
+
+void register_pages(Range range, unsigned flags) {
+  check(table().cuMemHostRegister_v2(reinterpret_cast<void *>(range.address), range.bytes, kHostPortable | kHostDeviceMap | flags),
+        TP_OP_COMMIT, "cuMemHostRegister");
+}
+
+// Borders at fixed addresses, whatever was committed first.
+std::vector<Range> in_pieces(Range range, uint64_t piece) {
+  std::vector<Range> pieces;
+  for (Address at = range.address; at < range.end(); at = pieces.back().end()) {
+    pieces.push_back({at, std::min(range.end(), (at / piece + 1) * piece) - at});
+  }
+  return pieces;
+}
+
+}  // namespace
+
+void HostLocks::lock_again(Range range, unsigned flags) {
+  for (const Range &piece : in_pieces(range, kPiece)) {
+    register_pages(piece, flags);
+    pieces_[piece.address] = {piece.bytes, flags};
   }
 }
 
@@ -49,10 +63,14 @@ void HostLocks::drop(Address address) {
 }
 
 void HostLocks::lock(Range range, unsigned flags) {
-  std::lock_guard<std::mutex> guard(mutex_);
   try {
-    lock_pieces(range, flags);
+    for (const Range &piece : in_pieces(range, kPiece)) {
+      register_pages(piece, flags);
+      std::lock_guard<std::mutex> guard(mutex_);
+      pieces_[piece.address] = {piece.bytes, flags};
+    }
   } catch (...) {
+    std::lock_guard<std::mutex> guard(mutex_);
     for (auto at = pieces_.lower_bound(range.address); at != pieces_.end() && at->first < range.end();) drop((at++)->first);
     throw;
   }
@@ -67,8 +85,8 @@ void HostLocks::unlock(Range range) {
   for (const auto &[piece, flags] : hit) drop(piece.address);
   for (const auto &[piece, flags] : hit) {
     try {
-      if (piece.address < range.address) lock_pieces({piece.address, range.address - piece.address}, flags);
-      if (piece.end() > range.end()) lock_pieces({range.end(), piece.end() - range.end()}, flags);
+      if (piece.address < range.address) lock_again({piece.address, range.address - piece.address}, flags);
+      if (piece.end() > range.end()) lock_again({range.end(), piece.end() - range.end()}, flags);
     } catch (const Error &) {
       // The neighbour's memory stays committed and right; copies of it are slower until it is committed anew.
     }

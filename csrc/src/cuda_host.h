@@ -36,7 +36,8 @@ class Context {
   CUcontext context_ = nullptr;
 };
 
-// Page-locks host memory. Pieces are bounded, so that giving a part back needs no new lock over all the rest.
+// Page-locks host memory. Pieces are bounded, so that giving a part back needs no new lock over all the rest. Different ranges may be
+// locked at once, beside copies that ask for their borders: the driver takes milliseconds for a piece.
 class HostLocks {
  public:
   void lock(Range range, unsigned flags = 0);  // all or nothing; flags beyond those of every lock
@@ -50,7 +51,7 @@ class HostLocks {
     uint64_t bytes;
     unsigned flags;
   };
-  void lock_pieces(Range range, unsigned flags);
+  void lock_again(Range range, unsigned flags);
   void drop(Address address);
 
   static constexpr uint64_t kPiece = uint64_t{256} << 20;

@@ -133,6 +133,7 @@ tp_device_stats Device::stats() const {
   out.condemned_bytes = counters.condemned_bytes;
   out.imported_bytes = counters.imported_bytes;
   out.committed_bytes = counters.committed_bytes;
+  out.spare_bytes = counters.spare_bytes;
   return out;
 }
 

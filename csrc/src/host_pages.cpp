@@ -86,8 +86,8 @@ uint32_t useful_threads(uint64_t bytes) noexcept {
   return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPopulatePiece, 1, std::clamp(cores, 1, kMostThreads)));
 }
 
-Range reserve(uint64_t bytes) {
-  const uint64_t alignment = bytes >= kHugePage ? kHugePage : page_size();
+Range reserve(uint64_t bytes, uint64_t alignment) {
+  alignment = std::max(alignment, bytes >= kHugePage ? kHugePage : page_size());
   const uint64_t slack = alignment - page_size();
   if (bytes > UINT64_MAX / 2) throw Error::invalid("cannot reserve " + human_bytes(bytes) + " of address space");
   void *at = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

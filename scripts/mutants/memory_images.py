@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 CHUNKS = "csrc/src/chunks.cpp"
 IMAGES = "src/torpor/memory/images.py"
+BACKING = "src/torpor/memory/backing.py"
 SLEEP = "src/torpor/memory/sleep.py"
 WAKE = "src/torpor/memory/wake.py"
 SLEEP_TESTS = "tests/unit/test_memory_sleep.py::"
@@ -38,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "m4-host-memory-of-a-failed-sleep-is-kept",
-        IMAGES,
+        BACKING,
         "            self.give_back(committed)\n",
         "",
         "every sleep that fails for want of host memory leaves less of it",
@@ -46,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "m4-host-limit-ignored",
-        IMAGES,
+        BACKING,
         "if self._limit_bytes is not None and self.committed_bytes + needed > self._limit_bytes:",
         "if self._limit_bytes is not None and self.committed_bytes + needed < 0:",
         "images take the memory that the machine needs",

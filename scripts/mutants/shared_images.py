@@ -7,7 +7,8 @@ from mutants.mutant import Mutant
 ARENA = "csrc/src/arena.cpp"
 PAGES = "csrc/src/host_pages.cpp"
 FILES = "src/torpor/memory/image_files.py"
-IMAGES = "src/torpor/memory/images.py"
+SHARED_IMAGES = "src/torpor/memory/shared_images.py"
+BACKING = "src/torpor/memory/backing.py"
 LOADING = "src/torpor/memory/loading.py"
 SHARING = "src/torpor/memory/sharing.py"
 CHECKPOINT = "src/torpor/models/checkpoint.py"
@@ -18,7 +19,7 @@ STEPS = "tests/unit/test_memory_loading_steps.py::"
 MUTANTS = (
     Mutant(
         "m4-a-shared-image-is-believed-by-its-name",
-        IMAGES,
+        SHARED_IMAGES,
         "if not np.array_equal(found[piece.mask], piece.hashes[piece.mask]):",
         "if found.shape != piece.hashes.shape:",
         "whoever gives a file the right name gives every engine its weights",
@@ -26,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "m7-a-shared-image-is-kept-unasked",
-        IMAGES,
+        SHARED_IMAGES,
         "right = mask & image.valid & (self.hash_device(segment, mask) == image.hashes)",
         "right = mask & image.valid",
         "a sleep loses what was changed",
@@ -35,7 +36,7 @@ MUTANTS = (
     Mutant(
         "loading-writes-into-shared-images",
         LOADING,
-        "        images.unshare(touched)\n",
+        "        images.shared.unshare(touched)\n",
         "",
         "loading new weights crashes on memory that is everybody's",
         TESTS + "test_loading_through_images_writes_to_private_ones",
@@ -82,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "files-of-pieces-that-changed-stay-open",
-        IMAGES,
+        BACKING,
         "            self._leases.remove(lease)\n            os.close(lease.descriptor)\n",
         "            self._leases.remove(lease)\n",
         "memory of an image that nobody uses is never given back",
@@ -90,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "files-stay-open-after-close",
-        IMAGES,
+        BACKING,
         "            for lease in self._leases:\n                os.close(lease.descriptor)\n",
         "",
         "a closed memory holds its image",
@@ -123,8 +124,8 @@ MUTANTS = (
     Mutant(
         "steps-tell-memory-before-it-is-there",
         LOADING,
-        "            while self._missing[place.segment][chunks].any():",
-        "            while self._missing[place.segment][chunks].all():",
+        "            while missing.any():",
+        "            while missing.all():",
         "a loader writes where there is no memory yet",
         STEPS + "test_ready_waits_for_all_of_a_tensors_memory",
     ),

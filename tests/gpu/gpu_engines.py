@@ -45,6 +45,7 @@ def gpu_worker(
         worker.load()
         worker.initialize_kv_cache(worker.determine_num_blocks())
         worker.warm_up()
+        worker.prepare_images()
     except BaseException:
         worker.shutdown()
         raise

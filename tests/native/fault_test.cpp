@@ -45,6 +45,7 @@ class Scenario {
     step([&] { return tp_import_close(import_, nullptr); });
     step([&] { return tp_region_destroy(extra_, nullptr); });
     step([&] { return arena(); });
+    step([&] { return arena_ahead(); });
   }
 
   void finish() {
@@ -61,7 +62,7 @@ class Scenario {
     fixture::destroy(last);
     const tp_device_stats stats = device.stats();
     CHECK_EQ(stats.live_regions + stats.live_extents + stats.live_imports + stats.live_arenas, 0u);
-    CHECK_EQ(stats.reserved_bytes + stats.mapped_bytes + stats.condemned_bytes + stats.imported_bytes + stats.committed_bytes, 0u);
+    CHECK_EQ(stats.reserved_bytes + stats.mapped_bytes + stats.condemned_bytes + stats.imported_bytes + stats.committed_bytes + stats.spare_bytes, 0u);
   }
 
   fixture::Device device;
@@ -120,6 +121,20 @@ class Scenario {
     if (status != TP_OK) return status;
     status = tp_arena_commit(arena, 0, 1 << 20, 1, nullptr);
     if (status != TP_OK) CHECK_EQ(device.stats().committed_bytes, 0u);
+    OK(tp_arena_destroy(arena, &err));
+    return status;
+  }
+
+  // What fails beside the caller is no failure of his.
+  tp_status arena_ahead() {
+    tp_arena *arena = nullptr;
+    uint64_t address = 0, unused = 0;
+    OK(tp_arena_create(device.handle, 4 << 20, &arena, &address, &err));
+    OK(tp_arena_commit_ahead(arena, 0, 3 << 20, 1 << 20, 1, &err));
+    const tp_status status = tp_arena_commit(arena, 0, 2 << 20, 1, nullptr);
+    CHECK_EQ(device.stats().committed_bytes, status == TP_OK ? uint64_t{2} << 20 : 0u);
+    OK(tp_arena_end_ahead(arena, &unused, &err));
+    CHECK_EQ(device.stats().spare_bytes, 0u);
     OK(tp_arena_destroy(arena, &err));
     return status;
   }

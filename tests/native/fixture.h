@@ -104,6 +104,17 @@ class Device {
   uint64_t granule = 0;
 };
 
+inline constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+struct Arena {
+  Arena(const Device &device, uint64_t bytes) : device_(device) { OK(tp_arena_create(device.handle, bytes, &handle, &address, &err)); }
+  unsigned char *at(uint64_t offset) const { return reinterpret_cast<unsigned char *>(address + offset); }
+  uint64_t committed() const { return device_.stats().committed_bytes; }
+  const Device &device_;
+  tp_arena *handle = nullptr;
+  uint64_t address = 0;
+};
+
 inline tp_region_stats stats(tp_region *region) {
   tp_region_stats out{};
   OK(tp_region_get_stats(region, &out, &err));

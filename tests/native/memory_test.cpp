@@ -109,22 +109,8 @@ TEST(memory_file_gets_all_its_pages) {
   }
 }
 
-namespace {
-
-struct TestArena {
-  explicit TestArena(const fixture::Device &device, uint64_t bytes) : device_(device) {
-    OK(tp_arena_create(device.handle, bytes, &handle, &address, &err));
-  }
-  unsigned char *at(uint64_t offset) const { return reinterpret_cast<unsigned char *>(address + offset); }
-  uint64_t committed() const { return device_.stats().committed_bytes; }
-  const fixture::Device &device_;
-  tp_arena *handle = nullptr;
-  uint64_t address = 0;
-};
-
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-
-}  // namespace
+using TestArena = fixture::Arena;
+using fixture::kMiB;
 
 TEST(arena_commits_pages_and_gives_them_back) {
   fixture::Device device;

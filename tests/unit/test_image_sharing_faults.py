@@ -190,7 +190,7 @@ def test_the_limit_counts_a_shared_image_in_full(engine: Any) -> None:
 
 def test_an_interrupt_leaves_no_file(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
-    adopt = type(one.memory._shared.images).adopt
+    adopt = type(one.memory._shared.images.shared).adopt
     calls = [0]
 
     def interrupted(store: Any, piece: Any, descriptor: int) -> None:
@@ -200,7 +200,7 @@ def test_an_interrupt_leaves_no_file(engine: Any, monkeypatch: pytest.MonkeyPatc
         adopt(store, piece, descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(one.memory._shared.images), "adopt", interrupted)
+        patch.setattr(type(one.memory._shared.images.shared), "adopt", interrupted)
         with pytest.raises(KeyboardInterrupt):
             one.memory.share_images("weights")
     assert files_open() == 2

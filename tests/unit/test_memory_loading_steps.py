@@ -12,7 +12,7 @@ import torch
 
 from torpor._native import Arena, Device, Op
 from torpor.errors import DeviceError, HostMemoryError, StateError
-from torpor.memory import Memory, MemoryConfig, images, loading
+from torpor.memory import Memory, MemoryConfig, backing, images, loading
 from torpor.testing.driver import Fault, every_fault, nothing_leaks
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -22,7 +22,7 @@ CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=CHUNK, copy_threads=2)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "COMMIT_CHUNKS", 2)
+    monkeypatch.setattr(backing, "COMMIT_CHUNKS", 2)
     monkeypatch.setattr(loading, "COPY_CHUNKS", 2)
     monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
 

@@ -264,6 +264,7 @@ def test_images_are_prepared_at_start_up_only_where_configured(folder: Path, pre
     try:
         worker.load()
         worker.initialize_kv_cache(worker.determine_num_blocks())
+        worker.prepare_images()
         before = {t.tag: t.image_bytes for t in worker.memory.stats().tags}
         worker.memory.sleep()
         after = {t.tag: t.image_bytes for t in worker.memory.stats().tags}

@@ -79,6 +79,7 @@ typedef struct tp_device_stats {
   uint64_t condemned_bytes;/* unmapped, but the driver refused to release it; the next unmap of the region retries */
   uint64_t imported_bytes;
   uint64_t committed_bytes;/* host memory of arenas */
+  uint64_t spare_bytes;    /* host memory that arenas have taken ahead, and nobody has committed */
 } tp_device_stats;
 tp_status tp_device_get_stats(tp_device *device, tp_device_stats *out, tp_error *err);
 /* What the driver says is free, to anybody, now: neighbours change it at any time, and what was released a moment ago may be missing. */
@@ -199,6 +200,21 @@ tp_status tp_arena_destroy(tp_arena *arena, tp_error *err);
 /* Backs the whole pages around [offset, offset + bytes) with memory, page-locked where the driver wants that, huge pages where the kernel gives them.
  * TP_HOST_MEMORY, with nothing changed, when the machine or its cgroup has not enough free. Committed ranges are passed over. */
 tp_status tp_arena_commit(tp_arena *arena, uint64_t offset, uint64_t bytes, uint32_t threads, tp_error *err);
+/* Takes the memory that tp_arena_commit will be asked for, in parts of part_bytes (whole pages) in the order of addresses, on threads of the
+ * arena's own, each filling pages on `threads` threads, and returns at once. It is only a matter of time: what was taken is spare, which no copy may use, until it is
+ * committed; a commit waits for the parts of its range that are still to come, and takes itself what is not. After a failure no new part is begun.
+ * TP_STATE when the arena does so already; TP_HOST_MEMORY, with nothing begun, when not enough is free for all of it. */
+tp_status tp_arena_commit_ahead(tp_arena *arena, uint64_t offset, uint64_t bytes, uint64_t part_bytes, uint32_t threads, tp_error *err);
+/* Ends that after the parts that are begun, and gives back what is spare: *unused bytes. Blocks. Does nothing where nothing is taken ahead. */
+tp_status tp_arena_end_ahead(tp_arena *arena, uint64_t *unused, tp_error *err);
+typedef struct tp_ahead {
+  uint64_t asked_bytes, taken_bytes; /* of the last tp_arena_commit_ahead */
+  double seconds;                    /* from its begin to the last part that it took */
+  int32_t active;                    /* some of it is still to come */
+  int32_t failed;
+  tp_error failure; /* why it ended early */
+} tp_ahead;
+tp_status tp_arena_get_ahead(tp_arena *arena, tp_ahead *out, tp_error *err);
 /* Gives the memory of the whole pages inside the range back; they read as zeros if they are committed again. */
 tp_status tp_arena_decommit(tp_arena *arena, uint64_t offset, uint64_t bytes, tp_error *err);
 /* Maps [file_offset, file_offset + bytes) of a memory file over whole pages of the arena: shared with whoever has the file, read-only, page-locked

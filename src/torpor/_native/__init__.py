@@ -5,10 +5,11 @@ from .device import ChunkImage, Device, Span
 from .library import find_library
 from .objects import Arena, Import, Region, buffer_at, host_free_bytes
 from .torch_slot import TorchMode, TorchNews, TorchSlot, keep_forever, let_go
-from .types import CopyKind, DeviceStats, ExtentInfo, Op
+from .types import Ahead, CopyKind, DeviceStats, ExtentInfo, Op
 from .verbs import share_system_verbs
 
 __all__ = [
+    "Ahead",
     "Arena",
     "BlockCopy",
     "ChunkImage",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,19 @@ class TpDeviceStats(ctypes.Structure):
             "condemned_bytes",
             "imported_bytes",
             "committed_bytes",
+            "spare_bytes",
         )
+    )
+
+
+class TpAhead(ctypes.Structure):
+    _fields_ = (
+        ("asked_bytes", c_uint64),
+        ("taken_bytes", c_uint64),
+        ("seconds", c_double),
+        ("active", c_int32),
+        ("failed", c_int32),
+        ("failure", TpError),
     )
 
 
@@ -138,6 +150,9 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_arena_create": (_HANDLE, c_uint64, _HANDLE_OUT, _U64P),
     "tp_arena_destroy": (_HANDLE,),
     "tp_arena_commit": (_HANDLE, c_uint64, c_uint64, c_uint32),
+    "tp_arena_commit_ahead": (_HANDLE, c_uint64, c_uint64, c_uint64, c_uint32),
+    "tp_arena_end_ahead": (_HANDLE, _U64P),
+    "tp_arena_get_ahead": (_HANDLE, POINTER(TpAhead)),
     "tp_arena_decommit": (_HANDLE, c_uint64, c_uint64),
     "tp_arena_adopt": (_HANDLE, c_uint64, c_uint64, c_int32, c_uint64, c_uint32),
     "tp_host_free_bytes": (_U64P,),

@@ -13,8 +13,8 @@ from typing import Any
 
 from torpor.errors import ConfigurationError, StateError, TorporError
 
-from .library import TpExtent, TpRegionStats, call
-from .types import ExtentInfo
+from .library import TpAhead, TpExtent, TpRegionStats, call
+from .types import Ahead, ExtentInfo
 
 _RDMA = 1
 
@@ -140,6 +140,34 @@ class Arena(Owned):
         Raises HostMemoryError, with nothing changed, when the machine or its cgroup has not enough free.
         """
         call("tp_arena_commit", self.handle, unsigned("offset", offset), unsigned("nbytes", nbytes), threads)
+
+    def commit_ahead(self, offset: int, nbytes: int, part_bytes: int, threads: int = 1) -> None:
+        """Takes the memory that ``commit`` will be asked for, in parts of ``part_bytes`` (whole pages) in the order of addresses,
+        on native threads, and returns at once. Only a matter of time: a commit waits for what is still to come of its own range,
+        and takes itself what is not. Until then the memory counts as spare.
+
+        StateError while the arena does so already. HostMemoryError, with nothing begun, when not enough is free for all of it.
+        """
+        sizes = unsigned("offset", offset), unsigned("nbytes", nbytes), unsigned("part_bytes", part_bytes)
+        call("tp_arena_commit_ahead", self.handle, *sizes, threads)
+
+    def end_ahead(self) -> int:
+        """Ends that after the parts that are begun, and gives back what is spare; the bytes. Blocks; idempotent."""
+        unused = ctypes.c_uint64()
+        call("tp_arena_end_ahead", self.handle, ctypes.byref(unused))
+        return unused.value
+
+    def ahead(self) -> Ahead:
+        out = TpAhead()
+        call("tp_arena_get_ahead", self.handle, ctypes.byref(out))
+        failure = out.failure.message.decode(errors="replace") if out.failed else ""
+        return Ahead(
+            asked_bytes=out.asked_bytes,
+            taken_bytes=out.taken_bytes,
+            seconds=out.seconds,
+            active=bool(out.active),
+            failure=failure,
+        )
 
     def decommit(self, offset: int, nbytes: int) -> None:
         """Gives the memory of whole pages inside the range back."""

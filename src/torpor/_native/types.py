@@ -41,6 +41,18 @@ class DeviceStats:
     condemned_bytes: int
     imported_bytes: int
     committed_bytes: int
+    spare_bytes: int  # host memory that was taken ahead and is committed by nobody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """How far an arena has got with the last ``commit_ahead``."""
+
+    asked_bytes: int
+    taken_bytes: int
+    seconds: float  # from its begin to the last part that it took
+    active: bool  # some of it is still to come
+    failure: str  # why it ended early; "" when it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

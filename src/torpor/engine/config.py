@@ -30,6 +30,9 @@ class SleepConfig:
     def pools(self) -> bool:
         return self.enable_sleep_mode or self.enable_pools
 
+    def prepares_images(self, driver: str) -> bool:
+        return self.pools and driver != "host" if self.prepare_images is None else self.prepare_images
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

@@ -61,6 +61,10 @@ class Worker(Protocol):
         """Prepares what a step needs beside memory: compiled kernels, captured graphs."""
         ...
 
+    def prepare_images(self) -> None:
+        """Where so configured, makes the host images that the first sleep will need."""
+        ...
+
     def init_kv_connector(self, connector: KVConnectorWorker | None) -> None:
         """Gives the connector the KV tensors, outside every pool (E1)."""
         ...
@@ -92,6 +96,8 @@ class Executor(Protocol):
     def initialize_kv_cache(self, num_blocks: int) -> None: ...
 
     def warm_up(self, progress: Progress) -> None: ...
+
+    def prepare_images(self) -> None: ...
 
     def attach_connector(
         self, connector: type[KVConnector], config: ConnectorConfig, tell: Callable[[], None] = lambda: None
@@ -168,6 +174,9 @@ class UniprocExecutor:
 
     def warm_up(self, progress: Progress) -> None:
         self._worker.warm_up(progress)
+
+    def prepare_images(self) -> None:
+        self._worker.prepare_images()
 
     def attach_connector(
         self, connector: type[KVConnector], config: ConnectorConfig, tell: Callable[[], None] = lambda: None

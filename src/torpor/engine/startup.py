@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import time
@@ -22,6 +23,7 @@ from torpor.engine.base import EngineInfo, EngineState
 from torpor.engine.config import EngineConfig
 from torpor.engine.core import EngineCore
 from torpor.engine.executor import Executor, Progress, UniprocExecutor
+from torpor.engine.head_start import HeadStart
 from torpor.engine.kv_connector import choose_connector
 from torpor.engine.lifecycle_parts import Background
 from torpor.engine.sleep_plan import sleep_rules
@@ -68,15 +70,17 @@ def start_core(
 ) -> EngineCore:
     """An engine core that is awake. Blocks while it loads. When it raises, everything it had taken is given back."""
     timer = PhaseTimer(progress, time.monotonic)
-    timer.run("importing the model libraries", import_model_libraries)
-    from torpor.engine.worker import Worker
-    from torpor.models import resolve_model
+    with contextlib.closing(HeadStart(config)) as head_start:
+        timer.run("importing the model libraries", import_model_libraries)
+        from torpor.engine.worker import Worker
+        from torpor.models import resolve_model
 
-    config = on_this_machine(config)
-    kind_and_config = choose_connector(_with_lease(config), config.sleep) if config.connector else None
-    resolved = timer.run("checking the model", lambda: resolve_model(config.model, progress))
-    guarded = kind_and_config is None or kind_and_config[0].guarded
-    executor = UniprocExecutor(Worker(config, resolved, kv_guarded=guarded))
+        config = on_this_machine(config)
+        kind_and_config = choose_connector(_with_lease(config), config.sleep) if config.connector else None
+        resolved = timer.run("checking the model", lambda: resolve_model(config.model, progress))
+        guarded = kind_and_config is None or kind_and_config[0].guarded
+        executor = UniprocExecutor(Worker(config, resolved, memory=head_start.memory(config.memory), kv_guarded=guarded))
+        head_start.hand_over()
     return bring_up(
         config, resolved, executor, kind_and_config, progress=progress, on_state=on_state, on_ready=on_ready, timer=timer
     )
@@ -121,6 +125,7 @@ def bring_up(
         timer.run("loading weights", lambda: executor.load(progress), tells=True)
         timer.run("allocating the KV cache", lambda: executor.initialize_kv_cache(executor.determine_num_blocks()))
         timer.run("warming up", lambda: executor.warm_up(progress), tells=True)
+        timer.run("making images", executor.prepare_images)
         scheduler_side = None
         if connector is not None:
             kind, connector_config = connector

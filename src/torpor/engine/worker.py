@@ -19,7 +19,7 @@ from torpor.engine.runner import Runner
 from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import KVCacheSpec
-from torpor.memory import Memory, SharingReport
+from torpor.memory import AheadReport, Memory, SharingReport
 from torpor.models import LoadedModel, ResolvedModel, load_model, resolve_update
 from torpor.models.hardware import available_memory_bytes, usable_cores
 from torpor.models.loader import RUNTIME_TAG, WEIGHTS_TAG
@@ -39,14 +39,21 @@ class Worker:
     """Made once per engine; its methods are called by the engine's loop thread, in the order they stand here (E1)."""
 
     def __init__(
-        self, config: EngineConfig, resolved: ResolvedModel, *, device: Device | None = None, kv_guarded: bool = True
+        self,
+        config: EngineConfig,
+        resolved: ResolvedModel,
+        *,
+        device: Device | None = None,
+        memory: Memory | None = None,
+        kv_guarded: bool = True,
     ) -> None:
-        """``device``: one that is open already, for tests; otherwise the memory configuration's driver is opened. ``kv_guarded``:
-        the connector's wish for the KV cache's pool (P4)."""
+        """``memory``: what was opened ahead with the same configuration, this worker's from here on. ``device``: one that is open
+        already, for tests; otherwise the memory configuration's driver is opened. ``kv_guarded``: the connector's wish for the KV
+        cache's pool (P4)."""
         self.config = config
         self.resolved = resolved
         self.threads = _set_threads(config.model.threads)
-        self.memory = Memory(config.memory, device=device)
+        self.memory = memory or Memory(config.memory, device=device)
         self._on_gpu = self.memory.device.driver == "cuda"
         self._kv_guarded = kv_guarded
         self._model: LoadedModel | None = None
@@ -55,6 +62,7 @@ class Worker:
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._connector: KVConnectorWorker | None = None
         self._sharing: SharingReport | None = None
+        self._ahead: AheadReport | None = None
 
     def load(self, progress: Progress = lambda what, done: None) -> None:
         """Load the model: its tensors go into the pools ``weights`` and ``runtime``. ModelError, DeviceMemoryError."""
@@ -126,12 +134,10 @@ class Worker:
 
     @property
     def _prepares_images(self) -> bool:
-        asked = self.config.sleep.prepare_images
-        return self.config.sleep.pools and self.memory.device.driver != "host" if asked is None else asked
+        return self.config.sleep.prepares_images(self.memory.device.driver)
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheSpec:
-        """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``), and where so configured the host
-        memory of what goes there in a sleep. DeviceMemoryError, HostMemoryError."""
+        """Allocate the KV cache (pool ``kv_cache``) and the runner's inputs (pool ``runtime``). DeviceMemoryError."""
         if self._runner is not None:
             raise StateError("the KV cache exists already", state="initialized")
         spec = self.model.kv_spec(num_blocks, self.config.cache.block_size)
@@ -140,11 +146,8 @@ class Worker:
         self._runner = self._make_runner(caches, spec)
         if self._on_gpu:
             follow_memory(self.memory, self.memory.tags)
+            let_go(self.memory.config.device)
         self._kv_caches, self._spec = caches, spec
-        if self._prepares_images:
-            if self._on_gpu:
-                let_go(self.memory.config.device)
-            self.memory.prepare_images(fill=True)
         return spec
 
     def _make_runner(self, caches: dict[str, torch.Tensor], spec: KVCacheSpec) -> Runner:
@@ -170,10 +173,18 @@ class Worker:
         if isinstance(self._runner, GraphRunner):
             self._runner.capture_all(lambda done: progress("capturing CUDA graphs", done))
 
+    def prepare_images(self) -> None:
+        """Where so configured, the images of what goes to the host in a sleep. HostMemoryError."""
+        if self._prepares_images:
+            self.memory.prepare_images(fill=True)
+            self._ahead = self.memory.end_ahead()
+
     @property
     def facts(self) -> dict[str, str]:
         """Lines of the start-up table."""
         images = {"weights' image": str(self._sharing)} if self._sharing else {}
+        if self._ahead is not None:
+            images["images' host memory"] = str(self._ahead)
         if not self._on_gpu:
             return {"threads": str(self.threads), **images}
         obstacle, runner = self.graph_obstacle, self._runner

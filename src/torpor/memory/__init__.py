@@ -15,6 +15,7 @@ from torpor.memory.pool import Pool
 from torpor.memory.types import (
     IMAGE_USES,
     POLICIES,
+    AheadReport,
     Content,
     Holder,
     ImageUse,
@@ -32,6 +33,7 @@ from torpor.memory.types import (
 __all__ = [
     "IMAGE_USES",
     "POLICIES",
+    "AheadReport",
     "Content",
     "ExportLedger",
     "ExportedPool",

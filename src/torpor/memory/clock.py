@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -25,3 +26,25 @@ class Phases:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._began
+
+
+class Waits:
+    """``with waits: ...`` on any threads: how long anybody waited, several at once counting once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._began = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._waiting == 0:
+                self._began = time.perf_counter()
+            self._waiting += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting == 0:
+                self.seconds += time.perf_counter() - self._began

@@ -44,7 +44,7 @@ def _device_problems(shared: Shared, segments: Sequence[Segment], owns_device: b
     pairs = {
         "live_regions": (stats.live_regions, len(segments)),
         "mapped_bytes": (stats.mapped_bytes, sum(s.nbytes for s in segments if s.mapped)),
-        "committed_bytes": (stats.committed_bytes, shared.images.committed_bytes),
+        "committed_bytes": (stats.committed_bytes, shared.backing.committed_bytes),
     }
     wrong = {name: pair for name, pair in pairs.items() if pair[0] < pair[1] or (owns_device and pair[0] != pair[1])}
     return [f"{name}: the device says {device}, the pools say {ours}" for name, (device, ours) in wrong.items()]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torpor.errors import ConfigurationError, StateError
 from torpor.memory import tensors as views
 from torpor.memory.clock import Phases
+from torpor.memory.image import image_of
 from torpor.memory.layout import Mask, round_up
 from torpor.memory.pool import Pool
 from torpor.memory.segment import ALIGN_BYTES, Segment
@@ -76,27 +77,28 @@ class Loading:
 
     def begin(self) -> Staging:
         """HostMemoryError with nothing changed, DeviceError."""
-        images = self._shared.images
+        images, backing = self._shared.images, self._shared.backing
         touched = {s: self._touched(s) for s in self._segments}
-        images.unshare(touched)
-        images.place_images(self._segments)
+        images.shared.unshare(touched)
+        backing.place_images(self._segments)
         neighbours = {s: mask & ~self._whole(s, mask) for s, mask in touched.items()}
         if any(mask.any() for mask in neighbours.values()):
             # What others have in the same chunks must be in the image before these chunks go to the device.
             images.save(self._segments, Phases(), only=neighbours)
         images.doubt(touched)
         for segment in self._segments:
-            self._missing[segment] = images.missing(segment)
+            self._missing[segment] = backing.missing(segment)
             self._pending[segment] = self._writers(segment)
             self._complete[segment] = np.zeros_like(touched[segment])
         self._taking = self._taker.submit(self._take_memory)
-        where = {i: images.address_of(p.segment) + p.offset for i, p in self._places.items()}
+        where = {i: backing.address_of(image_of(p.segment)) + p.offset for i, p in self._places.items()}
         return Staging(self, [_host_view(t, where.get(i, 0)) for i, t in enumerate(self._tensors)])
 
     def wait_for_all(self) -> None:
         """All memory is there. HostMemoryError: nothing has changed."""
         assert self._taking is not None
-        _raise_from(self._taking)
+        with self._shared.backing.waits:
+            _raise_from(self._taking)
 
     def finish(self) -> None:
         """Copies to the device what was not told to be written, and waits until all is there and checked. HostMemoryError,
@@ -117,7 +119,7 @@ class Loading:
         self._sender.shutdown()
         if self._taking is not None and self._taking.exception() is not None:
             # Not before: the caller may have been writing to what it was told is there.
-            self._shared.images.give_back(self._taken)
+            self._shared.backing.give_back(self._taken)
         # An error that is kept keeps this object, by way of its traceback; it must not keep the tensors.
         self._sending, self._taking, self._places, self._tensors = [], None, {}, ()
 
@@ -129,8 +131,11 @@ class Loading:
             return
         assert self._taking is not None
         chunks = slice(*self._chunk_range(place))
-        with self._state:
-            while self._missing[place.segment][chunks].any():
+        missing = self._missing[place.segment][chunks]
+        if not missing.any():
+            return
+        with self._shared.backing.waits, self._state:
+            while missing.any():
                 if self._taking.done():
                     _raise_from(self._taking)
                 self._state.wait(0.05)
@@ -149,7 +154,7 @@ class Loading:
 
     def _take_memory(self) -> None:
         for segment in self._segments:
-            self._shared.images.provide_in_parts(segment, self._note_memory)
+            self._shared.backing.provide_in_parts(segment, self._note_memory)
 
     def _note_memory(self, segment: Segment, part: Mask) -> None:
         self._taken.append((segment, part))

@@ -26,7 +26,17 @@ from torpor.memory.settings import PoolSettings, checked_policy
 from torpor.memory.shared import Shared
 from torpor.memory.sharing import share_pool
 from torpor.memory.sleep import Move, Sleep, plan_move
-from torpor.memory.types import Content, ImageUse, MemoryStats, Policy, Residency, SharingReport, SleepReport, WakeReport
+from torpor.memory.types import (
+    AheadReport,
+    Content,
+    ImageUse,
+    MemoryStats,
+    Policy,
+    Residency,
+    SharingReport,
+    SleepReport,
+    WakeReport,
+)
 from torpor.memory.wake import Wake
 
 if TYPE_CHECKING:
@@ -141,13 +151,31 @@ class Memory:
         ``sleep``; HostMemoryError: nothing was taken.
         """
         with self._shared.structure():
-            before = self._shared.images.committed_bytes
+            before = self._shared.backing.committed_bytes
             hosts = [move.pool for move in self._moves(policies) if move.policy == "host"]
             segments = [s for pool in hosts for s in pool.mapped_segments() if not s.stale]
-            self._shared.images.provide(segments)
+            self._shared.backing.provide(segments)
             if fill:
                 self._shared.images.save(segments, Phases())
-            return self._shared.images.committed_bytes - before
+            return self._shared.backing.committed_bytes - before
+
+    def take_ahead(self, nbytes: int) -> None:
+        """Begins to take host memory for images to come, so much in all, on native threads, and returns at once. Whoever makes
+        the first images (``load_in_steps``, ``prepare_images``, a sleep) finds it, waits for the part it needs that is still to
+        come, and takes itself what is not. ``end_ahead`` gives back what none of them needed; so does ``close``.
+
+        Does nothing where there are images already. HostMemoryError, with nothing begun: there is not so much, or
+        ``host_limit_bytes`` forbids it.
+        """
+        if nbytes <= 0:
+            raise ConfigurationError(f"cannot take {nbytes} bytes: must be more than 0", setting="nbytes", value=nbytes)
+        with self._shared.structure():
+            self._shared.backing.take_ahead(nbytes)
+
+    def end_ahead(self) -> AheadReport:
+        """Nothing is taken ahead any more. Blocks for the parts that are under way. Idempotent."""
+        with self._shared.structure():
+            return self._shared.backing.end_ahead()
 
     def share_images(self, tag: str) -> SharingReport:
         """Makes the images of a resident tag now, in memory that every engine of this host with the same content uses: what
@@ -210,10 +238,10 @@ class Memory:
             pool = self._pool_named(tag)
             if pool.content is Content.ON_HOST:
                 raise StateError(f"the images of tag {tag!r} are its content: wake([{tag!r}]) first", state=pool.residency.value)
-            before = self._shared.images.committed_bytes
+            before = self._shared.backing.committed_bytes
             for segment in pool.segments:
                 self._shared.images.release(segment)
-            return before - self._shared.images.committed_bytes
+            return before - self._shared.backing.committed_bytes
 
     def exports(self, tag: str) -> ExportedPool:
         """Addresses, sizes and descriptors of the tag's present mapping. The descriptors are the caller's to close.
@@ -277,6 +305,7 @@ class Memory:
             condemned_bytes=device.condemned_bytes,
             host_committed_bytes=device.committed_bytes,
             host_shared_bytes=sum(t.shared_image_bytes for t in tags),
+            host_spare_bytes=device.spare_bytes,
             host_limit_bytes=self.config.host_limit_bytes,
             sleeps=self._sleeps,
             wakes=self._wakes,
@@ -306,7 +335,7 @@ class Memory:
                         pool.destroy(segment)
             for segment in [s for p in self._pools.values() for s in p.segments]:
                 segment.image = None
-            self._shared.images.close()
+            self._shared.backing.close()
             self._shared.closed = True
             adopt_orphans(self._shared.deaths, self._pools.values(), self.device.close if self._owns_device else None)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torpor._native import Region
-from torpor.memory.images import Image
+from torpor.memory.image import Image
 from torpor.memory.layout import FreeList, Mask, byte_runs, chunks_of
 from torpor.memory.procfs import fork_count
 

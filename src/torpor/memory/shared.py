@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torpor._native import Device
 from torpor.errors import StateError
+from torpor.memory.backing import Backing
 from torpor.memory.config import MemoryConfig
 from torpor.memory.hooks import Hooks
 from torpor.memory.images import ImageStore
@@ -36,7 +37,8 @@ class Shared:
         self.config = config
         self.device = device
         self.threads = config.copy_threads or default_copy_threads()
-        self.images = ImageStore(device, config.chunk_bytes, config.host_limit_bytes, self.threads)
+        self.backing = Backing(device, config.chunk_bytes, config.host_limit_bytes, self.threads)
+        self.images = ImageStore(device, self.backing, config.chunk_bytes, self.threads)
         self.hooks = Hooks()
         self.deaths = Deaths()
         self.lock = threading.RLock()

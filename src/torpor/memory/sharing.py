@@ -24,15 +24,17 @@ import numpy as np
 
 from torpor._native import Device, buffer_at, host_free_bytes
 from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, TorporError
+from torpor.memory.image import image_of
 from torpor.memory.image_files import Found, Turn, find_files, make_file, open_found, seal_file, write_at
 from torpor.memory.layout import Hashes, Mask
 from torpor.memory.types import SharingReport
 
 if TYPE_CHECKING:
-    from torpor.memory.images import Image, ImageStore
+    from torpor.memory.image import Image
     from torpor.memory.pool import Pool
     from torpor.memory.segment import Segment
     from torpor.memory.shared import Shared
+    from torpor.memory.shared_images import SharedImages
 
 PIECE_CHUNKS = 128  # 256 MiB of chunks of 2 MiB: what becomes private when one chunk of it changes
 MOST_PIECES = 128  # per image: each needs a descriptor
@@ -73,7 +75,7 @@ class Outcome:
 def share_pool(shared: Shared, pool: Pool) -> SharingReport:
     """Under the transaction's lock; the pool is resident and valid."""
     segments = [s for s in pool.mapped_segments() if not s.layout.empty]
-    outcome = Sharing(shared.images, shared.device, shared.threads).share(segments)
+    outcome = Sharing(shared.images.shared, shared.device, shared.threads).share(segments)
     live = sum(s.live_bytes(shared.config.chunk_bytes) for s in segments)
     shared_bytes = sum(s.shared_image_bytes for s in segments)
     return SharingReport(
@@ -89,7 +91,7 @@ def share_pool(shared: Shared, pool: Pool) -> SharingReport:
 class Sharing:
     """One call of ``Memory.share_images``, under the transaction's lock."""
 
-    def __init__(self, store: ImageStore, device: Device, threads: int) -> None:
+    def __init__(self, store: SharedImages, device: Device, threads: int) -> None:
         self._store = store
         self._device = device
         self._threads = threads
@@ -100,7 +102,7 @@ class Sharing:
         has no image. The segments: mapped, their content valid. Waits for another engine that is making the same files as long as
         that gets on."""
         try:
-            self._store.begin_sharing(segments)
+            self._store.begin(segments)
             self._share([piece for segment in segments for piece in self._pieces(segment)])
         except (OSError, HostMemoryError, DeviceError) as error:
             self._outcome.problems.append(str(error))
@@ -108,7 +110,7 @@ class Sharing:
 
     def _pieces(self, segment: Segment) -> list[Piece]:
         """Those that are not shared yet."""
-        image = self._store.image_of(segment)
+        image = image_of(segment)
         todo = segment.live(image.chunk_bytes) & ~image.shared
         found = self._store.hash_device(segment, todo)
         step = _piece_chunks(len(todo))

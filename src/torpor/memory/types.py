@@ -66,6 +66,7 @@ class MemoryStats:
     sleeps: int
     wakes: int
     host_shared_bytes: int = 0  # of host_committed_bytes, in shared images; they count in full for each who uses them
+    host_spare_bytes: int = 0  # taken ahead, and used by no image yet
 
     def tag(self, name: str) -> TagStats:
         return next(t for t in self.tags if t.tag == name)
@@ -88,6 +89,21 @@ class SharingReport:
         if not self.private_bytes:
             return shared
         return f"{self.private_bytes / 2**20:.0f} MiB private ({'; '.join(self.problems)}), {shared}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadReport:
+    """What ``Memory.take_ahead`` came to, by ``end_ahead``."""
+
+    taken_bytes: int
+    seconds: float  # from the call to the last byte
+    unused_bytes: int  # of those, what no image needed, and was given back
+    waited_s: float  # how long anybody waited for host memory of images meanwhile
+    failure: str = ""  # why not all was taken; what was missing was taken when it was needed
+
+    def __str__(self) -> str:
+        taken = f"{self.taken_bytes / 2**30:.1f} GiB in {self.seconds:.1f} s beside the start, {self.waited_s:.1f} s waited for"
+        return f"{taken}; {self.failure}" if self.failure else taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

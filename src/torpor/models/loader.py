@@ -20,7 +20,7 @@ from torpor.models.dtypes import choose_dtype, dtype_name
 from torpor.models.fused import FusedDecoder, fuse, merged_names
 from torpor.models.hardware import is_amd
 from torpor.models.linear import use_few_tokens_linear
-from torpor.models.placement import compute_buffers, place_tensors
+from torpor.models.placement import compute_buffers, place_tensors, weight_bytes
 from torpor.models.source import ResolvedModel
 from torpor.models.weights import WeightSource, choose_source
 
@@ -146,6 +146,8 @@ def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory, *, 
         check_size(module, resolved.checkpoint.num_elements, resolved.path / "config.json")
     geometry = probe(module, resolved)
     with torch.no_grad():
+        if through_images:
+            memory.take_ahead(weight_bytes(module))
         weights = place_tensors(module, dtype, weights_pool, runtime_pool, merged_names(module) if fused else ())
         source = choose_source(resolved, module, weights)
         compute_buffers(module)

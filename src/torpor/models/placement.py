@@ -27,7 +27,7 @@ def place_tensors(
     Returns what a weight source has to fill, by its first name in the state dict.
     """
     in_float32 = _float32_pattern(model, dtype)
-    weights.reserve(_reserved_bytes(model))
+    weights.reserve(weight_bytes(model))
     placed = _place_merged(model, weights, merged)
     to_fill: dict[str, torch.Tensor] = {}
     known: set[int] = set()
@@ -83,7 +83,7 @@ def compute_buffers(model: Any) -> None:
         )
 
 
-def _reserved_bytes(model: Any) -> int:
+def weight_bytes(model: Any) -> int:
     """One region for all of them: it sleeps and wakes faster than many."""
     tensors = {id(t): t for t in model.state_dict(keep_vars=True).values()}.values()
     return sum(-(-t.numel() * t.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES for t in tensors)

@@ -156,6 +156,9 @@ class FakeWorker:
         self.block_tables = self._memory.pool("runtime", policy="host").zeros((num_blocks,), dtype=torch.int64)
         return self._spec
 
+    def prepare_images(self) -> None:
+        pass
+
     def warm_up(self, progress: Callable[[str, float], None]) -> None:
         progress("warming up", 1.0)
 
