@@ -117,8 +117,11 @@ class CudaDriver final : public Driver {
   bool chunk_by_chunk() const override { return false; }
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override { copies_.copy(kind, spans, threads); }
   void copy_blocks(const BlockCopies &blocks, uint32_t threads) override { copies_.copy_blocks(blocks, threads); }
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
-    copies_.copy_checked(kind, chunks, threads, beside);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted) override {
+    copies_.save(chunks, threads, wanted);
+  }
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
+    copies_.restore(chunks, threads, beside);
   }
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { copies_.hash(chunks, threads); }
   std::string hash_path() override { return copies_.hash_path(); }
