@@ -189,6 +189,7 @@ class IpcConnector(KVConnector):
     """Registered as ``ipc``. Options in ``extra``: ``socket_dir`` (the same on both engines) and those all transports have."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

@@ -167,6 +167,7 @@ class LMCacheConnector(KVConnector):
     """Registered as ``lmcache``. Options in ``extra``: ``host_bytes``, ``remote_url``."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     guarded: ClassVar[bool] = False
     reach: ClassVar[Reach] = "engine"
     finds_by: ClassVar[FindsBy] = "tokens"

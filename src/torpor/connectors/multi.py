@@ -156,6 +156,10 @@ class MultiWorker(KVConnectorWorker):
                 self.shutdown()
                 raise
 
+    def set_weights_version(self, version: str) -> None:
+        for child in self._children:
+            child.set_weights_version(version)
+
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         if not isinstance(metadata, MultiMetadata):
             raise StateError("metadata of another connector", state="any")
@@ -267,6 +271,7 @@ class MultiConnector(KVConnector):
 
         class Configured(cls):  # type: ignore[valid-type, misc]
             supports_sleep_mode: ClassVar[bool] = all(kind.supports_sleep_mode for kind in kinds)
+            supports_weight_updates: ClassVar[bool] = all(kind.supports_weight_updates for kind in kinds)
             guarded: ClassVar[bool] = any(kind.guarded for kind in kinds)
             reach: ClassVar[Reach] = _reach(kinds)
             children: ClassVar[tuple[type[KVConnector], ...]] = kinds

@@ -185,6 +185,7 @@ class NixlConnector(KVConnector):
     """
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:

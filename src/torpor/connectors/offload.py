@@ -283,6 +283,7 @@ class OffloadConnector(KVConnector):
     thread reads its KV cache, so its range needs no guard while it sleeps."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     guarded: ClassVar[bool] = False
     reach: ClassVar[Reach] = "engine"
     finds_by: ClassVar[FindsBy] = "tokens"

@@ -118,6 +118,10 @@ class Reader:
         for puller in self._pullers.values():
             puller.admit()
 
+    def compute_with(self, ours: Geometry) -> None:
+        """KV is of other weights from now on: owners are asked for that version. Called while released."""
+        self._ours = ours
+
     def close(self, deadline: float) -> None:
         self._released = True
         for puller in self._pullers.values():

@@ -153,6 +153,21 @@ class PullWorker(KVConnectorWorker):
         for request_id in metadata.cancelled:
             self._live_reader.cancel(request_id)
 
+    def set_weights_version(self, version: str) -> None:
+        """Connections end with a release, so every peer meets the new version in its next handshake."""
+        if version == self._spec.model_id:
+            return
+        if self._may_be_held or self._geometry is None or self._reader is None:
+            raise StateError(
+                "the weights' version cannot change while peers are served under the old one: put kv_cache to sleep first",
+                state="registered" if self._registered else "new",
+            )
+        self._geometry = self._geometry.of_weights(version)
+        self._spec = self._geometry.spec
+        self._reader.compute_with(self._geometry)
+        if self._owner is not None:
+            self._owner.compute_with(self._geometry)
+
     def tell_when_finished(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torpor.testing.connectors.outcomes import Failure
+from torpor.testing.connectors.outcomes import Failure, NotApplicable
 from torpor.testing.connectors.process import EngineError
 from torpor.testing.connectors.stage import Engine, Stage
 
@@ -110,6 +110,42 @@ def partial_wake(stage: Stage) -> str:
     p.call("rise", ["weights"])
     _served(stage, p, d, "after the weights alone slept")
     return ""
+
+
+def new_weights(stage: Stage) -> str:
+    """KV that was computed with other weights is read by nobody: not what was handed over before an update, and not between two
+    engines of which only one was updated. When both were, reads go on (E6, P5)."""
+    if not stage.subject.kind.supports_weight_updates:
+        raise NotApplicable("it does not declare supports_weight_updates: its engine's weights are not updated")
+    p, d = stage.pair()
+    stage.carry(p, d)
+    prompt = stage.prompt()
+    params = p.prefill(stage.request(), prompt, [1, 2, 3])
+    for engine in {p, d}:
+        _update(engine, "stand-in@2")
+    _must_be_gone(stage, d, prompt, params, "KV of the weights before the update")
+    stage.carry(p, d, say="after both engines had got new weights")
+    if p is d:
+        return "one engine"
+    _update(d, "stand-in@3")
+    prompt = stage.prompt()
+    params = p.prefill(stage.request(), prompt, [1, 2, 3])
+    _must_be_gone(stage, d, prompt, params, "KV of an engine with older weights")
+    _update(p, "stand-in@3")
+    stage.carry(p, d, say="after the second engine had got the same weights")
+    return "both, and one alone"
+
+
+def _update(engine: Engine, version: str) -> None:
+    engine.sleep()
+    engine.call("set_weights_version", version)
+    engine.wake()
+
+
+def _must_be_gone(stage: Stage, d: Engine, prompt: list[int], params: dict[str, object], what: str) -> None:
+    outcome = d.read(stage.request(), prompt, params, [4, 5, 6])
+    if outcome == "recving":
+        raise Failure(f"{what} was read")
 
 
 def shutdown_unsubscribes(stage: Stage) -> str:

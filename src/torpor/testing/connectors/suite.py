@@ -53,6 +53,7 @@ ITEMS: tuple[Item, ...] = (
     Item("failed release", "M2 M12", items_moves.failed_release),
     Item("failed restore", "M3 M5", items_moves.failed_restore),
     Item("partial wake", "E7", items_moves.partial_wake),
+    Item("new weights", "E6 P5", items_moves.new_weights),
     Item("shutdown", "E5", items_moves.shutdown_unsubscribes),
     Item("bytes flat", "P4a M11", items_flat.bytes_flat),
     Item("resources flat", "P2", items_flat.resources_flat),
