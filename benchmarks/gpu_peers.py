@@ -1,6 +1,6 @@
 """What others take for the same sleep and wake, and the link itself: 16 GiB of weights that must survive, 32 GiB of KV cache.
 
-    .venv/bin/python benchmarks/gpu_peers.py                       # about a minute, 48 GiB of one GPU, 16 GiB of host memory
+    .venv/bin/python benchmarks/gpu_peers.py                       # 80 s, 48 GiB of one GPU, 16 GiB of host memory
     .venv/bin/python benchmarks/gpu_peers.py --weights-gib 2 --kv-gib 4
 
 Each in a process of its own, on the GPU that CUDA shows first:
@@ -180,7 +180,7 @@ def main() -> None:
         rounds=3,
         cases=",".join(CASES),
         hook_mode="preload",
-        seconds=60.0,
+        seconds=75.0,
         child="",
     )
     if options.child:
