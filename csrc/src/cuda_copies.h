@@ -25,7 +25,8 @@ class Copies {
   // What Driver promises of each.
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
   std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads);
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted);
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
   void hash(const std::vector<HashItem> &chunks, uint32_t threads);
   std::string hash_path();
   // The device clears released memory, with its copy engines.
@@ -33,6 +34,7 @@ class Copies {
 
  private:
   class Restore;
+  class Arrivals;
 
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
@@ -42,9 +44,8 @@ class Copies {
   uint64_t bytes_to_pull(uint64_t made) const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
-  void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
-  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
-  void save_pieces(const std::vector<Piece> &pieces, const std::function<void()> &landed);
+  void restore_by_kernel(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
+  void save_pieces(Cutter &pieces, Piece first, Arrivals &arrivals);
 
   const Context &context_;
   HostLocks &locks_;

@@ -119,8 +119,11 @@ class CudaDriver final : public Driver {
   std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) override {
     return copies_.begin_blocks(blocks, threads);
   }
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
-    copies_.copy_checked(kind, chunks, threads, beside);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted) override {
+    copies_.save(chunks, threads, wanted);
+  }
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
+    copies_.restore(chunks, threads, beside);
   }
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { copies_.hash(chunks, threads); }
   std::string hash_path() override { return copies_.hash_path(); }

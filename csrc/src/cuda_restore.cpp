@@ -20,12 +20,6 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-uint64_t largest(const std::vector<CheckedCopy> &chunks) {
-  uint64_t most = 0;
-  for (const CheckedCopy &chunk : chunks) most = std::max(most, chunk.span.bytes);
-  return most;
-}
-
 }  // namespace
 
 void Copies::note_released(uint64_t bytes) {
@@ -105,7 +99,23 @@ class Copies::Restore {
   SumTable sums_;
 };
 
-void Copies::restore(const Kernels &compiled, const std::vector<CheckedCopy> &chunks, const Beside &beside) {
+void Copies::restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) {
+  const Context::Scope scope(context_, TP_OP_COPY);
+  const Kernels *compiled = kernels();
+  if (compiled != nullptr && !chunks.empty()) return restore_by_kernel(*compiled, chunks, beside);
+  if (beside.work) beside.work([] {});
+  if (beside.meanwhile) beside.meanwhile();
+  std::vector<tp_span> spans;
+  std::vector<HashItem> arrived;
+  for (const CheckedCopy &chunk : chunks) {
+    spans.push_back(chunk.span);
+    arrived.push_back({chunk.span.dst, chunk.span.bytes, chunk.hash});
+  }
+  copy(TP_COPY_TO_DEVICE, spans, threads);
+  hash(arrived, threads);
+}
+
+void Copies::restore_by_kernel(const Kernels &compiled, const std::vector<CheckedCopy> &chunks, const Beside &beside) {
   Restore job(*this, compiled, chunks, beside.makes);
   const auto ready = [&](const tp_span &span) { return !beside.ready || beside.ready({span.dst, span.bytes}); };
   if (beside.work) beside.work([&] { job.advance(ready); });
