@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "host_memory.h"
 #include "host_pages.h"
 
 namespace torpor {
@@ -110,6 +111,9 @@ void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
 
 // All of it or nothing.
 void Arena::take_all(const std::vector<Range> &gaps, uint32_t threads) {
+  uint64_t bytes = 0;
+  for (const Range &gap : gaps) bytes += gap.bytes;
+  if (bytes > 0) require_host_memory(TP_OP_COMMIT, bytes);
   size_t done = 0;
   try {
     for (; done < gaps.size(); ++done) device_.driver().commit(gaps[done], threads);

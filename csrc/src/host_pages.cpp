@@ -11,7 +11,6 @@
 #include <cstring>
 #include <fstream>
 
-#include "host_memory.h"
 #include "parallel.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -215,7 +214,6 @@ void copy(const std::vector<tp_span> &spans, uint32_t threads) {
 }
 
 void commit(Range range, uint32_t threads) {
-  require_host_memory(TP_OP_COMMIT, range.bytes);
   if (mprotect(pointer(range.address), range.bytes, PROT_READ | PROT_WRITE) != 0) {
     throw Error::system(TP_OP_COMMIT, errno, "opening " + human_bytes(range.bytes) + " of an arena");
   }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torpor.memory.segment import Segment
 
 COMMIT_CHUNKS = 128  # at a time: whoever waits for the first need not wait for all
+AHEAD_THREADS = 4  # each lane's: more get in each other's way, and in that of whoever computes meanwhile
 
 
 class Backing:
@@ -181,7 +182,7 @@ class Backing:
             self._space = self._open_arena()
             if nbytes > self._space.nbytes:
                 raise HostMemoryError(f"no room for {nbytes} bytes of images", bytes_needed=nbytes, bytes_free=0)
-            self._arena_memory().commit_ahead(0, nbytes, COMMIT_CHUNKS * self._chunk_bytes, self._threads)
+            self._arena_memory().commit_ahead(0, nbytes, COMMIT_CHUNKS * self._chunk_bytes, min(AHEAD_THREADS, self._threads))
 
     def end_ahead(self) -> AheadReport:
         """What no image has needed by now is given back."""
