@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -29,8 +30,8 @@ class Copies {
   void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
   void hash(const std::vector<HashItem> &chunks, uint32_t threads);
   std::string hash_path();
-  // The device clears released memory, with its copy engines.
-  void note_released(uint64_t bytes);
+  // The device clears released memory, with its copy engines; until about when, on a device like those that were measured.
+  std::chrono::steady_clock::time_point note_released(uint64_t bytes);
 
  private:
   class Restore;
@@ -40,8 +41,8 @@ class Copies {
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
-  // How much of a restore that begins now, beside the making of so much memory, is better moved by a kernel.
-  uint64_t bytes_to_pull(uint64_t made) const;
+  // How much of a restore that begins now is better moved by a kernel.
+  uint64_t bytes_to_pull() const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
   void restore_by_kernel(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);

@@ -78,7 +78,6 @@ class Flight {
 struct Beside {
   // Called once, on the caller's thread; it may make the memory that is copied to, and calls `more` when there is more of it.
   std::function<void(const std::function<void()> &more)> work;
-  uint64_t makes = 0;  // bytes of memory
   // Can the range be written now? Asked inside `more` only; once the work has ended all can.
   std::function<bool(Range)> ready;
   // Called once, on the caller's thread, when the work has ended and every copy has been started.
