@@ -8,8 +8,8 @@ same round, one copy of as many bytes in one piece: the most that the memory, or
 ``nixl`` where it is installed, with the first size only and a sixteenth of the bytes: it may be a hundred times slower. What
 arrived is compared to the bit.
 
-Then ``ipc`` loads of several sizes, by phase: until the device is asked to copy, until the last copy has ended, until the reader
-knows that the bytes are right.
+Then ``ipc`` loads of several sizes, by phase: before the device is asked to copy, asking it, until the last copy has ended,
+checking that the bytes are right, and telling the engine's thread.
 
 GB/s are of bytes that arrive; within one GPU its memory moves twice as many.
 """
@@ -39,7 +39,7 @@ BLOCK_SIZE, HEAD_DIM = 16, 128
 TOKEN_BYTES = 128 << 10  # of all layers: as a model of 8 billion parameters has
 GOAL_NVLINK = 300.0  # GB/s
 GOAL_OF_COPY = 0.75  # of the copy rate within one GPU
-PHASE_MIB = (2, 8, 64, 512, 4096)  # a block of all layers has 2
+PHASE_MIB = (2, 8, 64, 512, 1024, 4096)  # a block of all layers has 2
 WAIT_S = 60.0
 
 
@@ -106,19 +106,32 @@ class Owner:
         return self._pipe.recv()
 
 
+PHASES = {
+    "before_us": "before",
+    "asking_us": "asking",
+    "copies_us": "copying",
+    "checking_us": "checking",
+    "telling_us": "telling",
+}
+
+
 @dataclass(frozen=True)
 class Load:
-    """Seconds of one load: before the first copy was begun, the copies, and after the last had ended."""
+    """When which step of one load ended, in the order of ``PHASES``; all of ``time.perf_counter()``."""
 
     nbytes: int
-    before_s: float
-    copies_s: float
-    after_s: float
+    begun: float
+    ended: tuple[float, ...]
 
     @property
     def rate(self) -> float:
         """GB/s."""
-        return self.nbytes / (self.before_s + self.copies_s + self.after_s) / 1e9
+        return self.nbytes / (self.ended[-1] - self.begun) / 1e9
+
+    @property
+    def phases_us(self) -> dict[str, float]:
+        starts = (self.begun, *self.ended)
+        return {name: 1e6 * (end - start) for name, start, end in zip(PHASES, starts, self.ended, strict=False)}
 
 
 class Transfer:
@@ -136,19 +149,32 @@ class Transfer:
         self._stack.callback(owner.ask, None)
         self.engine = self._stack.enter_context(engine_of("D", "consumer", connector, spec, ours, folder))
         self._copy = tuple(_scratch(self.nbytes, config) for config in (theirs, ours))
-        self._marks: list[float] = []
-        self._watch_copies()
+        self._marks: dict[str, float] = {}
+        self._watch()
 
-    def _watch_copies(self) -> None:
+    def _watch(self) -> None:
         device: Any = self.engine.memory.device
-        plain = device.copy_blocks
+        reader: Any = self.engine.worker._reader  # type: ignore[attr-defined]
+        begin, tell, now = device.begin_copy_blocks, reader._tell, time.perf_counter
 
-        def marked(*args: Any) -> None:
-            self._marks.append(time.perf_counter())
-            plain(*args)
-            self._marks.append(time.perf_counter())
+        def begins(*args: Any, **kwargs: Any) -> Any:
+            self._marks.setdefault("ask", now())
+            copy = begin(*args, **kwargs)
+            self._marks.setdefault("asked", now() if device.copies_beside else self._marks["ask"])
+            close = copy.close
 
-        device.copy_blocks = marked
+            def closes() -> None:
+                close()
+                self._marks["copied"] = now()
+
+            copy.close = closes
+            return copy
+
+        def tells() -> None:
+            self._marks["told"] = now()
+            tell()
+
+        device.begin_copy_blocks, reader._tell = begins, tells
 
     def rate(self) -> float:
         """GB/s of one load."""
@@ -168,8 +194,8 @@ class Transfer:
         if finished != "recving":
             raise SystemExit(f"a load of {self.nbytes} bytes ended as {finished}")
         self.there, self.here = there, here
-        first, last = self._marks[0], self._marks[-1]
-        return Load(self.nbytes * blocks // (self.spec.num_blocks // 2), first - begun, last - first, known - last)
+        ended = (*(self._marks[mark] for mark in ("ask", "asked", "copied", "told")), known)
+        return Load(self.nbytes * blocks // (self.spec.num_blocks // 2), begun, ended)
 
     def copy(self) -> float:
         """GB/s of one copy of as many bytes in one piece."""
@@ -235,9 +261,7 @@ def phases(owner: Owner, block_bytes: int, ordinals: Sequence[int], args: Any) -
         transfer.close()
     return {
         str(mib): {
-            "before_us": common.Samples(tuple(1e6 * one[mib].before_s for one in loads)),
-            "copies_us": common.Samples(tuple(1e6 * one[mib].copies_s for one in loads)),
-            "after_us": common.Samples(tuple(1e6 * one[mib].after_s for one in loads)),
+            **{name: common.Samples(tuple(one[mib].phases_us[name] for one in loads)) for name in PHASES},
             "rate": common.Samples(tuple(one[mib].rate for one in loads)),
         }
         for mib in sizes
@@ -276,7 +300,7 @@ def main() -> None:
     run.table("GB/s, median (lowest-highest)", ["way", "block KiB", "load", "one copy", "identical"], rows)
     run.table(
         f"microseconds of a load in blocks of {sizes[0] >> 10} KiB",
-        ["way", "MiB", "before the copy", "copy", "after it", "GB/s"],
+        ["way", "MiB", *PHASES.values(), "GB/s"],
         [[f"{way}, ipc", int(mib), *found.values()] for way, of_way in by_phase.items() for mib, found in of_way.items()],
     )
     results["phases"] = by_phase

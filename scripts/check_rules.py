@@ -19,6 +19,7 @@ CODE = {".py", ".cpp", ".h", ".hpp"}
 # os.environ outside the CLI needs a reason: these have one, written beside the line.
 ENVIRONMENT_ALLOWED = {
     "src/torpor/connectors/nixl_agent.py",
+    "src/torpor/connectors/nixl_settings.py",
     "src/torpor/connectors/mooncake_engine.py",
     "src/torpor/connectors/lmcache_engine.py",
 }

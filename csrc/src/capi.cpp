@@ -24,6 +24,9 @@ struct tp_import {
 struct tp_arena {
   std::unique_ptr<torpor::Arena> arena;
 };
+struct tp_block_copy {
+  std::unique_ptr<torpor::BlockCopy> copy;
+};
 
 namespace {
 
@@ -273,13 +276,23 @@ TORPOR_API tp_status tp_copy(tp_device *device, tp_copy_kind kind, const tp_span
   });
 }
 
-TORPOR_API tp_status tp_copy_blocks(tp_device *device, const uint64_t *dst, const uint64_t *src, uint64_t arrays, uint64_t block_bytes,
-                                    const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err) {
+TORPOR_API tp_status tp_block_copy_begin(tp_device *device, const tp_blocks *blocks, uint32_t threads, tp_block_copy **out,
+                                         tp_error *err) {
   return guarded(err, [&] {
-    require("device", device);
-    if (arrays > 0) require("dst, src", dst, src);
-    if (n > 0) require("dst_ids, src_ids", dst_ids, src_ids);
-    device->device->copy_blocks({dst, src, arrays, block_bytes, dst_ids, src_ids, n}, threads);
+    require("device, blocks, out", device, blocks, out);
+    if (blocks->arrays > 0) require("dst, src", blocks->dst, blocks->src);
+    if (blocks->count > 0) require("dst_ids, src_ids", blocks->dst_ids, blocks->src_ids);
+    auto handle = std::make_unique<tp_block_copy>();
+    handle->copy = device->device->begin_blocks(*blocks, threads);
+    *out = handle.release();
+  });
+}
+
+TORPOR_API tp_status tp_block_copy_end(tp_block_copy *copy, tp_error *err) {
+  return guarded(err, [&] {
+    require("copy", copy);
+    const std::unique_ptr<tp_block_copy> ended(copy);
+    ended->copy->wait();
   });
 }
 

@@ -13,13 +13,14 @@ constexpr uint64_t kListBytes = 2 * (kMostIds + kMostArrays) * sizeof(uint64_t);
 constexpr size_t kBatches = 2;  // at once: the lists of one travel while the other is copied
 
 // Lists one after another, as they are written and as the device reads them.
-BlockCopies placed_at(const BlockCopies &blocks, const void *lists) {
+tp_blocks placed_at(const tp_blocks &blocks, const void *lists) {
   const auto *words = static_cast<const uint64_t *>(lists);
   const uint64_t *ids = words + 2 * blocks.arrays;
-  return {words, words + blocks.arrays, blocks.arrays, blocks.block_bytes, ids, ids + blocks.count, blocks.count};
+  return {words, words + blocks.arrays, blocks.arrays, blocks.block_bytes, ids, ids + blocks.count, blocks.count,
+          blocks.dst_limit, blocks.src_limit};
 }
 
-void write_lists(void *lists, const BlockCopies &blocks) {
+void write_lists(void *lists, const tp_blocks &blocks) {
   auto *words = static_cast<uint64_t *>(lists);
   words = std::copy_n(blocks.dst, blocks.arrays, words);
   words = std::copy_n(blocks.src, blocks.arrays, words);
@@ -27,13 +28,14 @@ void write_lists(void *lists, const BlockCopies &blocks) {
   std::copy_n(blocks.src_ids, blocks.count, words);
 }
 
-BlockCopies part_of(const BlockCopies &blocks, uint64_t array, uint64_t arrays, uint64_t first, uint64_t count) {
-  return {blocks.dst + array, blocks.src + array, arrays, blocks.block_bytes, blocks.dst_ids + first, blocks.src_ids + first, count};
+tp_blocks part_of(const tp_blocks &blocks, uint64_t array, uint64_t arrays, uint64_t first, uint64_t count) {
+  return {blocks.dst + array, blocks.src + array, arrays, blocks.block_bytes, blocks.dst_ids + first, blocks.src_ids + first, count,
+          blocks.dst_limit, blocks.src_limit};
 }
 
 // `each` is called for parts that one launch can copy.
 template <typename Each>
-void for_each_part(const BlockCopies &blocks, const Each &each) {
+void for_each_part(const tp_blocks &blocks, const Each &each) {
   const uint64_t most = Kernels::most_blocks(blocks.block_bytes);
   const uint64_t ids = std::min({blocks.count, kMostIds, most});
   const uint64_t arrays = std::min({blocks.arrays, kMostArrays, most / ids});
@@ -52,7 +54,7 @@ class BlockCopier::Batch {
   explicit Batch(BlockCopier &copier) : lists_(copier), lease_(copier.lanes_, kListBytes, TP_OP_COPY) {}
 
   // Waits for the one before.
-  void start(const Kernels &kernels, const BlockCopies &blocks) {
+  void start(const Kernels &kernels, const tp_blocks &blocks) {
     wait();
     write_lists(lease_.lane.buffer, blocks);
     if (lists_.at == 0) return kernels.copy(placed_at(blocks, lease_.lane.buffer), lease_.lane.stream);
@@ -74,6 +76,32 @@ class BlockCopier::Batch {
   };
   Lists lists_;
   Lanes::Lease lease_;  // ends before the lists go: with nothing in flight
+};
+
+class BlockCopier::Batches final : public Flight {
+ public:
+  explicit Batches(BlockCopier &copier) : copier_(copier) {}
+  ~Batches() override {
+    try {
+      const Context::Scope scope(copier_.context_);
+      batches_.clear();
+    } catch (const Error &) {
+      // The context is broken, and nothing is in flight in it any more.
+    }
+  }
+  void start(const Kernels &kernels, const tp_blocks &part) {
+    if (batches_.size() < kBatches) batches_.emplace_back(copier_);
+    batches_[next_++ % kBatches].start(kernels, part);
+  }
+  void wait() override {
+    const Context::Scope scope(copier_.context_, TP_OP_COPY);
+    for (Batch &batch : batches_) batch.wait();
+  }
+
+ private:
+  BlockCopier &copier_;
+  std::deque<Batch> batches_;
+  size_t next_ = 0;
 };
 
 BlockCopier::~BlockCopier() {
@@ -106,15 +134,11 @@ void BlockCopier::give_back(CUdeviceptr lists) {
   idle_.push_back(lists);
 }
 
-void BlockCopier::copy(const Kernels &kernels, const BlockCopies &blocks) {
-  if (blocks.count == 0 || blocks.arrays == 0) return;
-  std::deque<Batch> batches;
-  size_t next = 0;
-  for_each_part(blocks, [&](const BlockCopies &part) {
-    if (batches.size() < kBatches) batches.emplace_back(*this);
-    batches[next++ % kBatches].start(kernels, part);
-  });
-  for (Batch &batch : batches) batch.wait();
+std::unique_ptr<Flight> BlockCopier::begin(const Kernels &kernels, const tp_blocks &blocks) {
+  if (blocks.count == 0 || blocks.arrays == 0) return nullptr;
+  auto batches = std::make_unique<Batches>(*this);
+  for_each_part(blocks, [&](const tp_blocks &part) { batches->start(kernels, part); });
+  return batches;
 }
 
 }  // namespace torpor::cuda

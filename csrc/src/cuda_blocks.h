@@ -1,6 +1,7 @@
 // Scattered blocks copied by a kernel, and the lists that say which, brought to the device beside it.
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -16,11 +17,12 @@ class BlockCopier {
   BlockCopier &operator=(const BlockCopier &) = delete;
   ~BlockCopier();
 
-  // Returns when everything is copied. Needs a current context, and a list that Kernels::can_copy.
-  void copy(const Kernels &kernels, const BlockCopies &blocks);
+  // Needs a current context, and lists that Kernels::can_copy. Waits where they are too long for the batches that go at once.
+  std::unique_ptr<Flight> begin(const Kernels &kernels, const tp_blocks &blocks);
 
  private:
   class Batch;
+  class Batches;
   // Device memory for the lists of one batch; 0 when the device has none left.
   CUdeviceptr take();
   void give_back(CUdeviceptr lists);

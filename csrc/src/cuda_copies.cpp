@@ -86,11 +86,12 @@ void Copies::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t
   for (Lanes::Lease &lease : leases) lease.wait(TP_OP_COPY);
 }
 
-void Copies::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+std::unique_ptr<Flight> Copies::begin_blocks(const tp_blocks &blocks, uint32_t threads) {
   const Context::Scope scope(context_, TP_OP_COPY);
   const Kernels *compiled = kernels();
-  if (compiled == nullptr || !Kernels::can_copy(blocks)) return copy(TP_COPY_DEVICE, spans_of(blocks), threads);
-  blocks_.copy(*compiled, blocks);
+  if (compiled != nullptr && Kernels::can_copy(blocks)) return blocks_.begin(*compiled, blocks);
+  copy(TP_COPY_DEVICE, spans_of(blocks), threads);
+  return nullptr;
 }
 
 void Copies::hash(const std::vector<HashItem> &chunks, uint32_t threads) {

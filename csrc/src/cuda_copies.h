@@ -24,7 +24,7 @@ class Copies {
 
   // What Driver promises of each.
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
-  void copy_blocks(const BlockCopies &blocks, uint32_t threads);
+  std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads);
   void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
   void hash(const std::vector<HashItem> &chunks, uint32_t threads);
   std::string hash_path();

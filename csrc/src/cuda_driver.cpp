@@ -116,7 +116,9 @@ class CudaDriver final : public Driver {
 
   bool chunk_by_chunk() const override { return false; }
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override { copies_.copy(kind, spans, threads); }
-  void copy_blocks(const BlockCopies &blocks, uint32_t threads) override { copies_.copy_blocks(blocks, threads); }
+  std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) override {
+    return copies_.begin_blocks(blocks, threads);
+  }
   void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
     copies_.copy_checked(kind, chunks, threads, beside);
   }

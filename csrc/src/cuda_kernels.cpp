@@ -20,10 +20,15 @@ constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
 constexpr uint64_t kVectorBytes = 16;
 constexpr uint64_t kRoundVectors = 4 * kThreads;     // of cuda_kernels.cu, as the next one
 constexpr uint32_t kBlocksPerProcessor = 5;
+constexpr uint64_t kMovers = kThreads / 32;  // of cuda_kernels.cu, as the next one
+constexpr uint64_t kMovedBytes = 4096;
+constexpr uint32_t kMoverBlocksPerProcessor = 4;
+constexpr int kMovesFromMajor = 9;
 constexpr uint64_t kMostVectors = uint64_t{1} << 31;  // of one launch, which counts them in 32 bits
 constexpr unsigned kPullBlocks = 32;  // of threads: four times as many are no faster, and take more of the device
 
-uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>((chunk_bytes + kPieceBytes - 1) / kPieceBytes); }
+uint64_t parts(uint64_t of, uint64_t most) { return (of + most - 1) / most; }
+uint32_t pieces_of(uint64_t chunk_bytes) { return static_cast<uint32_t>(parts(chunk_bytes, kPieceBytes)); }
 
 // Compiled once per process and kind of device.
 const std::string &code_for(int major, int minor) {
@@ -68,7 +73,8 @@ Kernels::Kernels(const Context &context) {
   check(cu.cuModuleLoadData(&module_, image.data()), kNoOp, "cuModuleLoadData");
   const CUresult found[] = {cu.cuModuleGetFunction(&sum_, module_, "torpor_sum"),
                             cu.cuModuleGetFunction(&copy_, module_, "torpor_copy_blocks"),
-                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull")};
+                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull"),
+                            major < kMovesFromMajor ? kSuccess : cu.cuModuleGetFunction(&move_, module_, "torpor_move_blocks")};
   for (const CUresult result : found) {
     if (result == kSuccess) continue;
     cu.cuModuleUnload(module_);
@@ -89,7 +95,7 @@ void Kernels::sum(const SumTable &sums, uint64_t first, uint64_t last, CUstream 
   check(table().cuLaunchKernel(sum_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_HASH, "cuLaunchKernel");
 }
 
-bool Kernels::can_copy(const BlockCopies &list) {
+bool Kernels::can_copy(const tp_blocks &list) {
   const auto aligned = [](uint64_t address) { return address % kVectorBytes == 0; };
   return aligned(list.block_bytes) && list.block_bytes / kVectorBytes <= kMostVectors &&
          std::all_of(list.dst, list.dst + list.arrays, aligned) && std::all_of(list.src, list.src + list.arrays, aligned);
@@ -97,13 +103,18 @@ bool Kernels::can_copy(const BlockCopies &list) {
 
 uint64_t Kernels::most_blocks(uint64_t block_bytes) { return kMostVectors / (block_bytes / kVectorBytes); }
 
-void Kernels::copy(const BlockCopies &list, CUstream stream) const {
-  const uint64_t block = list.block_bytes / kVectorBytes, rounds = (list.arrays * list.count * block + kRoundVectors - 1) / kRoundVectors;
+void Kernels::copy(const tp_blocks &list, CUstream stream) const {
+  const uint64_t block = list.block_bytes / kVectorBytes, items = list.arrays * list.count;
   BlockCopy job{list.dst, list.src, list.dst_ids, list.src_ids, static_cast<uint32_t>(list.arrays), static_cast<uint32_t>(list.count),
                 static_cast<uint32_t>(block)};
-  const auto blocks = static_cast<unsigned>(std::min<uint64_t>(rounds, processors_ * kBlocksPerProcessor));
   void *arguments[] = {&job};
-  check(table().cuLaunchKernel(copy_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY, "cuLaunchKernel");
+  // A smaller block would be a piece of its own, and threads copy many of those at once.
+  const bool moves = move_ != nullptr && list.block_bytes >= kMovedBytes;
+  const uint64_t work = moves ? parts(items * parts(list.block_bytes, kMovedBytes), kMovers) : parts(items * block, kRoundVectors);
+  const uint32_t most = processors_ * (moves ? kMoverBlocksPerProcessor : kBlocksPerProcessor);
+  const auto blocks = static_cast<unsigned>(std::min<uint64_t>(work, most));
+  check(table().cuLaunchKernel(moves ? move_ : copy_, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), TP_OP_COPY,
+        "cuLaunchKernel");
 }
 
 void Kernels::pull(const tp_span &span, CUstream stream) const {

@@ -43,16 +43,17 @@ class Kernels {
 
   // Sums the chunks [first, last) of the table, wherever the device can read them.
   void sum(const SumTable &table, uint64_t first, uint64_t last, CUstream stream) const;
-  static bool can_copy(const BlockCopies &blocks);  // addresses and sizes in multiples of 16 bytes
+  static bool can_copy(const tp_blocks &blocks);  // addresses and sizes in multiples of 16 bytes
   static uint64_t most_blocks(uint64_t block_bytes);  // of one launch, all arrays together
   // The lists where the device can read them: in its own memory, or as slowly as every thread's wait for the bus.
-  void copy(const BlockCopies &blocks, CUstream stream) const;
+  void copy(const tp_blocks &blocks, CUstream stream) const;
   // Copies from page-locked memory, which the device reads; addresses and bytes in multiples of 16.
   void pull(const tp_span &span, CUstream stream) const;
 
  private:
   CUmodule module_ = nullptr;
   CUfunction sum_ = nullptr, copy_ = nullptr, pull_ = nullptr;
+  CUfunction move_ = nullptr;  // where the device moves blocks by itself
   uint32_t processors_ = 1;
 };
 

@@ -31,10 +31,12 @@ void check_chunk_bytes(uint64_t chunk_bytes) {
   throw Error::invalid("chunk_bytes is " + std::to_string(chunk_bytes) + ": it must be a positive multiple of 8");
 }
 
-// Pins, in every array, the smallest range that holds every block of `ids`.
-void pin_blocks(AccessTable::Pins &pins, const Address *arrays, const BlockCopies &blocks, const uint64_t *ids) {
+// Pins, in every array, the smallest range that holds every block of `ids`, which are below `limit`.
+void pin_blocks(AccessTable::Pins &pins, const Address *arrays, const tp_blocks &blocks, const uint64_t *ids, uint64_t limit) {
   const auto [low, high] = std::minmax_element(ids, ids + blocks.count);
-  if (*high >= UINT64_MAX / blocks.block_bytes) throw Error::invalid("block id " + std::to_string(*high) + " is too large");
+  if (*high >= std::min(limit, UINT64_MAX / blocks.block_bytes)) {
+    throw Error::invalid("block id " + std::to_string(*high) + " is outside the " + std::to_string(limit) + " blocks of an array");
+  }
   for (uint64_t array = 0; array < blocks.arrays; ++array) {
     const Range range{arrays[array] + *low * blocks.block_bytes, (*high - *low + 1) * blocks.block_bytes};
     check_range("a block range", range.address, range.bytes);
@@ -141,6 +143,7 @@ void Device::close() {
     throw Error::state("the device still has " + std::to_string(counters.regions) + " regions, " +
                        std::to_string(counters.imports) + " imports and " + std::to_string(counters.arenas) + " arenas");
   }
+  if (counters.block_copies > 0) throw Error::state("blocks are still being copied on the device");
   orphans.retry(*driver_);
 }
 
@@ -163,13 +166,14 @@ void Device::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t
   driver_->copy(kind, spans, std::max(threads, 1u));
 }
 
-void Device::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+std::unique_ptr<BlockCopy> Device::begin_blocks(const tp_blocks &blocks, uint32_t threads) {
   if (blocks.block_bytes == 0) throw Error::invalid("block_bytes is 0");
-  if (blocks.count == 0 || blocks.arrays == 0) return;
-  AccessTable::Pins pins(access);
-  pin_blocks(pins, blocks.dst, blocks, blocks.dst_ids);
-  pin_blocks(pins, blocks.src, blocks, blocks.src_ids);
-  driver_->copy_blocks(blocks, std::max(threads, 1u));
+  auto copy = std::make_unique<BlockCopy>(access, counters.block_copies);
+  if (blocks.count == 0 || blocks.arrays == 0) return copy;
+  pin_blocks(copy->pins, blocks.dst, blocks, blocks.dst_ids, blocks.dst_limit);
+  pin_blocks(copy->pins, blocks.src, blocks, blocks.src_ids, blocks.src_limit);
+  copy->flight = driver_->begin_blocks(blocks, std::max(threads, 1u));
+  return copy;
 }
 
 void Device::hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads) {
@@ -236,7 +240,7 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
 }
 
-std::vector<tp_span> spans_of(const BlockCopies &blocks) {
+std::vector<tp_span> spans_of(const tp_blocks &blocks) {
   std::vector<tp_span> spans;
   const uint64_t bytes = blocks.block_bytes;
   for (uint64_t item = 0; item < blocks.arrays * blocks.count; ++item) {

@@ -23,6 +23,27 @@ namespace torpor {
 
 class Region;
 
+// Blocks that are being copied. What they lie in stays as it is until this dies, and so does the device.
+class BlockCopy {
+ public:
+  BlockCopy(AccessTable &access, std::atomic<uint64_t> &counter) : pins(access), counter_(counter) { ++counter_; }
+  BlockCopy(const BlockCopy &) = delete;
+  BlockCopy &operator=(const BlockCopy &) = delete;
+  ~BlockCopy() {
+    flight.reset();
+    --counter_;
+  }
+  void wait() {
+    if (flight) flight->wait();
+  }
+
+  AccessTable::Pins pins;
+  std::unique_ptr<Flight> flight;  // null: all is copied
+
+ private:
+  std::atomic<uint64_t> &counter_;
+};
+
 class Device {
  public:
   Device(std::unique_ptr<Driver> driver, FaultDriver *faults)
@@ -39,7 +60,7 @@ class Device {
   void retry_orphans() noexcept;
 
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
-  void copy_blocks(const BlockCopies &blocks, uint32_t threads);
+  std::unique_ptr<BlockCopy> begin_blocks(const tp_blocks &blocks, uint32_t threads);
   void hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out, uint32_t threads);
   void save(const Images &images, uint32_t threads);
   void restore(const Images &images, uint32_t threads);

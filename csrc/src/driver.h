@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -58,16 +59,19 @@ struct CheckedCopy {
   bool follows = false;  // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
 };
 
-// Block dst_ids[i] of every array of dst becomes block src_ids[i] of the same array of src.
-struct BlockCopies {
-  const Address *dst = nullptr, *src = nullptr;  // of every array's block 0
-  uint64_t arrays = 0;
-  uint64_t block_bytes = 0;
-  const uint64_t *dst_ids = nullptr, *src_ids = nullptr;
-  uint64_t count = 0;
-};
 // Runs of neighbours on both sides become one span.
-std::vector<tp_span> spans_of(const BlockCopies &blocks);
+std::vector<tp_span> spans_of(const tp_blocks &blocks);
+
+// Copies that a driver has begun. It waits for them when it dies, whatever came of them.
+class Flight {
+ public:
+  Flight() = default;
+  Flight(const Flight &) = delete;
+  Flight &operator=(const Flight &) = delete;
+  virtual ~Flight() = default;
+  // Returns when everything is copied. From any thread.
+  virtual void wait() = 0;
+};
 
 // What goes on beside copies to the device. Each may be empty.
 struct Beside {
@@ -117,7 +121,11 @@ class Driver {
 
   // Returns when everything is copied.
   virtual void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) = 0;
-  virtual void copy_blocks(const BlockCopies &blocks, uint32_t threads) { copy(TP_COPY_DEVICE, spans_of(blocks), threads); }
+  // Only begins, where that is possible: null when all is copied already. The lists are the caller's again.
+  virtual std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) {
+    copy(TP_COPY_DEVICE, spans_of(blocks), threads);
+    return nullptr;
+  }
   // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else it has copy_checked.
   virtual bool chunk_by_chunk() const = 0;
   // Copies on the caller's thread and gives the hash of the bytes that it read.

@@ -108,16 +108,16 @@ uint64_t FaultDriver::copy_hashed(tp_copy_kind kind, const tp_span &span) {
   return real_->copy_hashed(kind, span);
 }
 
-void FaultDriver::copy_blocks(const BlockCopies &blocks, uint32_t threads) {
+std::unique_ptr<Flight> FaultDriver::begin_blocks(const tp_blocks &blocks, uint32_t threads) {
   try {
     check(TP_OP_COPY);
   } catch (const Error &) {
-    BlockCopies half = blocks;
+    tp_blocks half = blocks;
     half.count /= 2;
-    real_->copy_blocks(half, threads);
+    if (const auto begun = real_->begin_blocks(half, threads)) begun->wait();
     throw;
   }
-  real_->copy_blocks(blocks, threads);
+  return real_->begin_blocks(blocks, threads);
 }
 
 // One copy, and one hash of it.

@@ -34,7 +34,7 @@ class FaultDriver final : public Driver {
   bool chunk_by_chunk() const override { return real_->chunk_by_chunk(); }
   uint64_t copy_hashed(tp_copy_kind kind, const tp_span &span) override;
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override;
-  void copy_blocks(const BlockCopies &blocks, uint32_t threads) override;
+  std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) override;
   void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override;
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override;
   std::string hash_path() override { return real_->hash_path(); }

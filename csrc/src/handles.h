@@ -14,7 +14,7 @@ namespace torpor {
 
 // What a device counts; read without a lock.
 struct Counters {
-  std::atomic<uint64_t> regions{0}, extents{0}, imports{0}, arenas{0};
+  std::atomic<uint64_t> regions{0}, extents{0}, imports{0}, arenas{0}, block_copies{0};
   std::atomic<uint64_t> reserved_bytes{0}, mapped_bytes{0}, condemned_bytes{0}, imported_bytes{0}, committed_bytes{0}, spare_bytes{0};
 };
 

@@ -175,8 +175,8 @@ MUTANTS = (
     Mutant(
         "p5-a-cancelled-load-still-writes",
         "src/torpor/connectors/loads.py",
-        "if self._failing or self.state in ENDED:",
-        "if self.state is LoadState.DONE:",
+        "return self._failing or self.state in ENDED",
+        "return self.state is LoadState.DONE",
         "bytes land in blocks that belong to somebody else",
         PAIR_TESTS + "TestCancelling::test_p5_a_cancelled_load_is_reported_when_nothing_writes_any_more[ipc]",
     ),

@@ -17,6 +17,7 @@ PLACEMENT_TESTS = "tests/unit/test_engine_placement.py::"
 ASLEEP_TESTS = "tests/unit/test_engine_asleep.py::"
 CONNECTOR_TESTS = "tests/unit/test_engine_connector.py::"
 SLEEP_TESTS = "tests/unit/test_lifecycle_sleep.py::"
+UPDATE_TESTS = "tests/unit/test_lifecycle_weights.py::"
 WAKE_TESTS = "tests/unit/test_lifecycle_wake.py::"
 WORKER_TESTS = "tests/unit/test_runner_worker.py::"
 
@@ -73,6 +74,54 @@ MUTANTS = (
         '2: {"weights": "host", "runtime": "host", "kv_cache": "discard", "cuda_graph": "discard"},',
         "level 2 takes host memory",
         SLEEP_TESTS + "test_e2_a_level_unmaps_every_pool_and_the_wake_gives_the_same_answers",
+    ),
+    Mutant(
+        "e6-prefixes-of-the-old-weights",
+        CORE,
+        "        self._scheduler.kv.reset(version)  # first",
+        "        self._scheduler.kv.reset()  # first",
+        "the prefix cache goes on under the old weights' name",
+        UPDATE_TESTS + "test_e6_names_of_kv_follow_the_weights",
+    ),
+    Mutant(
+        "p5-peers-are-not-told-of-new-weights",
+        EXECUTOR,
+        "            self._connector.set_weights_version(version)\n",
+        "            pass\n",
+        "a peer with the old weights is read",
+        UPDATE_TESTS + "TestConnectors::test_both_sides_are_told_before_the_engine_can_wake",
+    ),
+    Mutant(
+        "p5-update-beside-kv-of-the-old-weights",
+        PLAN,
+        "not (tag.residency is Residency.ASLEEP and tag.content is Content.LOST)",
+        "tag.residency is Residency.RESIDENT",
+        "KV of the old weights comes back from its image",
+        UPDATE_TESTS + "TestWhen::test_kv_of_the_old_weights_must_be_gone",
+    ),
+    Mutant(
+        "m8-update-keeps-the-old-image",
+        EXECUTOR,
+        """        self._worker.memory.sleep({WEIGHTS: "discard"})\n        update.take()""",
+        "        update.take()",
+        "the wake restores the old weights under the new name",
+        UPDATE_TESTS + "test_the_wake_loads_the_new_weights",
+    ),
+    Mutant(
+        "m12-update-taken-before-it-is-safe",
+        EXECUTOR,
+        """        self._worker.memory.sleep({WEIGHTS: "discard"})\n        update.take()""",
+        """        update.take()\n        self._worker.memory.sleep({WEIGHTS: "discard"})""",
+        "after a driver's failure the wake loads weights that nobody was told of",
+        UPDATE_TESTS + "test_m12_a_driver_that_fails_leaves_the_old_weights",
+    ),
+    Mutant(
+        "update-takes-another-configuration",
+        "src/torpor/models/update.py",
+        "        if here.get(name) != there.get(name):",
+        "        if name == 'architectures' and here.get(name) != there.get(name):",
+        "weights are computed with another model's constants",
+        "tests/unit/test_models_update.py::test_another_configuration_is_refused_by_the_name_of_what_differs",
     ),
     Mutant(
         "e2-lost-weights-not-read-again",

@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 ENGINE = "src/torpor/connectors/mooncake_engine.py"
 MOONCAKE = "src/torpor/connectors/mooncake.py"
 READS = "src/torpor/connectors/mooncake_reads.py"
+STAGED = "src/torpor/connectors/staged.py"
 TESTS = "tests/unit/test_connectors_mooncake.py::"
 
 MUTANTS = (
@@ -49,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "mooncake-a-flight-is-cut-short",
-        READS,
+        STAGED,
         "        if self.flight is not None and self.flight.in_flight:\n            return False\n",
         "",
         "a buffer is given to the next peer while bytes still land in it",

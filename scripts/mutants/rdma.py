@@ -10,7 +10,9 @@ NIXL = "src/torpor/connectors/nixl.py"
 PINS = "src/torpor/connectors/pins.py"
 READS = "src/torpor/connectors/nixl_reads.py"
 REGISTRATIONS = "src/torpor/connectors/nixl_registrations.py"
+SETTINGS = "src/torpor/connectors/nixl_settings.py"
 SLEEP = "src/torpor/memory/sleep.py"
+STAGED = "src/torpor/connectors/staged.py"
 WIRE = "src/torpor/connectors/wire.py"
 WORKER = "src/torpor/connectors/worker.py"
 HOLDER_TESTS = "tests/unit/test_memory_holders.py::"
@@ -58,6 +60,15 @@ MUTANTS = (
         "self._pinned() - before)",
         "the second sleep unmaps what the registration cache still has",
         PIN_TESTS + "test_p4a_what_a_failed_release_left_is_asked_back_once",
+    ),
+    Mutant(
+        "m11-what-a-reader-pins-is-its-cache",
+        WORKER,
+        "            elif self._transport.stages:\n",
+        "            elif not self._transport.stages:\n",
+        "over RDMA a reader that sleeps in the middle of a read is told that its memory did not come back",
+        NIXL_TESTS + "test_m11_what_a_reader_pins_beside_its_cache_is_held_of_nobody",
+        needs="nixl_cu13",
     ),
     Mutant(
         "m11-explained-pins-count-for-the-next-sleep",
@@ -110,8 +121,8 @@ MUTANTS = (
     Mutant(
         "p2-a-step-that-failed-is-not-tried-again",
         READS,
-        "                    return False\n                self._undo.popleft()\n",
-        "                    pass\n                self._undo.popleft()\n",
+        "                return False\n            self._undo.popleft()\n",
+        "                pass\n            self._undo.popleft()\n",
         "a buffer stays registered, and its pages pinned, for ever",
         NIXL_TESTS + "test_p2_a_buffer_that_nixl_does_not_let_go_keeps_no_owner_waiting",
     ),
@@ -122,6 +133,58 @@ MUTANTS = (
         "return (",
         "an owner is told that its reader let go, and it did not",
         NIXL_TESTS + "test_p2_a_peer_that_cannot_be_forgotten_is_not_acknowledged",
+    ),
+    Mutant(
+        "p2-a-spare-buffer-outlives-its-engine",
+        STAGED,
+        "[*self._set_aside, *([self._spare] if self._spare is not None else [])]",
+        "[*self._set_aside]",
+        "an engine that ended keeps its buffer registered, and an agent with it",
+        NIXL_TESTS + "test_p2_an_end_gives_up_the_spare_buffer_too",
+    ),
+    Mutant(
+        "p2-a-refused-offer-keeps-its-buffer",
+        STAGED,
+        "        except BaseException:\n            self._dispose(station)\n            raise\n",
+        "        except ZeroDivisionError:\n            self._dispose(station)\n            raise\n",
+        "every peer that sends nonsense costs a buffer of the reader's",
+        NIXL_TESTS + "test_p2_an_offer_that_is_none_costs_no_buffer",
+    ),
+    Mutant(
+        "nixl-a-wrong-setting-is-a-riddle",
+        SETTINGS,
+        "    if not any(map(_WRONG.search, said)):\n",
+        "    if said:\n",
+        "a typing error in ucx_tls ends the engine with NIXL_ERR_BACKEND",
+        NIXL_TESTS + "TestSettings::test_a_transport_that_is_not_there_lists_those_that_are",
+        needs="nixl_cu13",
+    ),
+    Mutant(
+        "nixl-every-failure-is-a-setting",
+        SETTINGS,
+        "    if not any(map(_WRONG.search, said)):\n",
+        "    if not said:\n",
+        "who is short of memory is sent to look for a typing error",
+        NIXL_TESTS + "TestSettings::test_other_failures_are_the_transports",
+        needs="nixl_cu13",
+    ),
+    Mutant(
+        "nixl-the-wrong-setting-is-named",
+        SETTINGS,
+        "    if named:\n",
+        "    if False:\n",
+        "a variable of the environment is wrong, and the message says ucx_tls or UCX_TLS",
+        NIXL_TESTS + "TestSettings::test_a_variable_of_the_environment_is_named",
+        needs="nixl_cu13",
+    ),
+    Mutant(
+        "nixl-a-comma-ends-the-setting",
+        SETTINGS,
+        '    if tls is not None and "," in tls:\n',
+        "    if tls is not None and not tls:\n",
+        "of several transports all but the first are dropped in silence",
+        NIXL_TESTS + "TestSettings::test_several_transports_are_refused",
+        needs="nixl_cu13",
     ),
     Mutant(
         "notices-pile-up",

@@ -5,15 +5,13 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 DISK = "src/torpor/connectors/offload_disk.py"
-LMCACHE = "src/torpor/connectors/lmcache.py"
-LMCACHE_ENGINE = "src/torpor/connectors/lmcache_engine.py"
 HOST = "src/torpor/connectors/offload_host.py"
 MOVER = "src/torpor/connectors/mover.py"
 OFFLOAD = "src/torpor/connectors/offload.py"
+NAMES = "src/torpor/connectors/store_names.py"
 STORE = "src/torpor/connectors/store.py"
 WORKER = "src/torpor/connectors/store_worker.py"
 OFFLOAD_TESTS = "tests/unit/test_connectors_offload.py::"
-LMCACHE_TESTS = "tests/unit/test_connectors_lmcache.py::"
 DISK_TESTS = "tests/unit/test_connectors_offload_disk.py::"
 
 MUTANTS = (
@@ -44,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "store-names-without-the-weights",
-        OFFLOAD,
+        NAMES,
         "told = json.dumps([version, *layout]).encode()",
         "told = json.dumps([*layout]).encode()",
         "KV of other weights is found and served (E6)",
@@ -52,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "store-names-without-the-layout",
-        OFFLOAD,
+        NAMES,
         "told = json.dumps([version, *layout]).encode()",
         "told = json.dumps([version]).encode()",
         "bytes of another layout are taken for KV",
@@ -137,42 +135,5 @@ MUTANTS = (
         "            self._unwanted |= running\n            if running:\n                self._lost.add(request_id)\n",
         "blocks are given away while a copy writes to them",
         OFFLOAD_TESTS + "TestSleeping::test_a_load_that_is_cancelled_writes_nothing_more",
-    ),
-    Mutant(
-        "lmcache-an-update-changes-no-name",
-        LMCACHE,
-        "self.version, self._root = version, root_of(version, self._spec)\n"
-        "        try:\n            self._live_engine.clear_local()",
-        "self.version = version\n        try:\n            pass",
-        "after an update old KV is served (E6)",
-        LMCACHE_TESTS + "TestWeights::test_e6_after_an_update_no_old_kv_is_served",
-        needs="lmcache",
-    ),
-    Mutant(
-        "lmcache-half-a-load-is-a-load",
-        LMCACHE,
-        "if arrived != len(fetch.block_ids):",
-        "if not arrived:",
-        "blocks that never arrived count as KV (P5)",
-        LMCACHE_TESTS + "TestKeeping::test_blocks_that_do_not_arrive_are_computed",
-        needs="lmcache",
-    ),
-    Mutant(
-        "lmcache-keys-of-half-a-name",
-        LMCACHE_ENGINE,
-        "for i in range(0, len(name), WORD_BYTES)][:block_size]",
-        "for i in range(0, len(name) // 2, WORD_BYTES)][:block_size]",
-        "different prompts may share a key",
-        LMCACHE_TESTS + "TestWeights::test_words_are_of_the_whole_name",
-        needs="lmcache",
-    ),
-    Mutant(
-        "lmcache-what-was-loaded-is-loaded-again",
-        LMCACHE_ENGINE,
-        "        mask[: first * self._block_size] = False\n",
-        "",
-        "blocks of the prefix cache, which others read, are written to",
-        LMCACHE_TESTS + "TestKeeping::test_only_what_the_prefix_cache_lacks_is_loaded",
-        needs="lmcache",
     ),
 )

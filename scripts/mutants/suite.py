@@ -9,13 +9,18 @@ DOORS = "src/torpor/testing/connectors/items_doors.py"
 FLAT = "src/torpor/testing/connectors/items_flat.py"
 MOVES = "src/torpor/testing/connectors/items_moves.py"
 MULTI = "src/torpor/connectors/multi.py"
+MULTI_SCHEDULER = "src/torpor/connectors/multi_scheduler.py"
+MULTI_WORKER = "src/torpor/connectors/multi_worker.py"
 MULTI_CONFIG = "src/torpor/connectors/multi_config.py"
 PINNED = "src/torpor/testing/connectors/pinned.py"
 STAGE = "src/torpor/testing/connectors/stage.py"
 SUITE = "src/torpor/testing/connectors/suite.py"
+SUBJECT = "src/torpor/testing/connectors/subject.py"
 CAUGHT = "tests/unit/test_connectors_suite.py::TestFaults::test_it_is_caught"
 LIMITS = "tests/unit/test_connectors_suite.py::TestLimits::"
 MULTI_TESTS = "tests/unit/test_connectors_multi.py::"
+VITALS = "src/torpor/testing/connectors/vitals.py"
+WHOLE = "tests/unit/test_connectors_suite.py::"
 PIN_TESTS = "tests/unit/test_connectors_registry.py::TestPinnedConnector::"
 
 MUTANTS = (
@@ -54,7 +59,7 @@ MUTANTS = (
     Mutant(
         "suite-blocks-that-never-end-are-overlooked",
         BYTES,
-        'if kept and (found := p.call("reported", name, ENDS_S)) != "sending":',
+        'if kept and (found := p.call("reported", name, stage.patient(ENDS_S))) != "sending":',
         'if kept and (found := p.call("reported", name, 0.1)) == "failed":',
         "a prefill engine runs out of blocks",
         f"{CAUGHT}[Miserly]",
@@ -62,8 +67,8 @@ MUTANTS = (
     Mutant(
         "suite-reports-of-what-was-only-told-are-overlooked",
         BYTES,
-        '    if (found := d.call("reported", name, QUIET_S)) is not None:\n',
-        '    if (found := d.call("reported", name, QUIET_S)) == "failed":\n',
+        '    if (found := d.call("reported", name, stage.patient(QUIET_S))) is not None:\n',
+        '    if (found := d.call("reported", name, stage.patient(QUIET_S))) == "failed":\n',
         "an engine uses blocks before they have arrived",
         f"{CAUGHT}[Talkative]",
     ),
@@ -145,10 +150,42 @@ MUTANTS = (
     Mutant(
         "suite-growth-is-overlooked",
         FLAT,
-        "names if after[name] > before[name])\n",
-        "names if after[name] > 2 * before[name])\n",
+        "        if after[engine][name] > then[name]\n",
+        "        if after[engine][name] > 2 * then[name]\n",
         "every sleep leaves something behind",
         f"{CAUGHT}[KeepsMappings]",
+    ),
+    Mutant(
+        "suite-what-the-allocator-keeps-counts-as-grown",
+        VITALS,
+        "        trim(ctypes.c_size_t(0))\n",
+        "        pass\n",
+        "over RDMA no connector passes: an agent of UCX's leaves megabytes of free memory behind",
+        WHOLE + "TestVitals::test_memory_that_was_freed_is_not_resident",
+    ),
+    Mutant(
+        "suite-patience-is-for-items-alone",
+        SUBJECT,
+        '            "patience": self.patience,\n',
+        '            "patience": 1.0,\n',
+        "on an emulated machine engines of other processes are given up too early",
+        WHOLE + "TestPatience::test_engines_of_other_processes_have_it_too",
+    ),
+    Mutant(
+        "suite-items-have-no-patience",
+        SUITE,
+        "        limit_s = subject.patient(item.limit_s)\n",
+        "        limit_s = item.limit_s\n",
+        "no connector passes on an emulated machine",
+        WHOLE + "TestPatience::test_limits_are_so_many_times_longer",
+    ),
+    Mutant(
+        "suite-owner-and-reader-in-one-process",
+        STAGE,
+        "apart=self.between_processes and not here, spec=spec",
+        "apart=False, spec=spec",
+        "what one engine has pinned is reported as held by the other, or the other way round",
+        WHOLE + "TestPatience::test_an_owner_has_a_process_of_its_own",
     ),
     Mutant(
         "suite-resident-memory-is-overlooked",
@@ -169,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-siblings-stay-released",
-        MULTI,
+        MULTI_WORKER,
         "                undone = self._restore(reversed(released))\n",
         "                undone: tuple[str, ...] = ()\n",
         "a sleep that one child refused takes the others from their peers",
@@ -177,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-released-in-order",
-        MULTI,
+        MULTI_WORKER,
         "        for index in reversed(range(len(self._children))):\n",
         "        for index in range(len(self._children)):\n",
         "a child takes what another one has pinned for its own",
@@ -193,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-free-with-the-first-end",
-        MULTI,
+        MULTI_WORKER,
         "        if left:\n            self._kept[request_id] = left\n        return not left\n",
         "        return True\n",
         "blocks are written again while a child still offers them",
@@ -201,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "multi-published-while-a-child-is-away",
-        MULTI,
+        MULTI_WORKER,
         "return None if None in epochs else epochs[0]",
         "return epochs[0]",
         "hand-offs name a child that serves nobody",
@@ -209,11 +246,51 @@ MUTANTS = (
     ),
     Mutant(
         "multi-others-are-not-told",
-        MULTI,
-        "                child.update_state_after_alloc(self._for(index, request), [], 0)\n",
+        MULTI_SCHEDULER,
+        "                child.update_state_after_alloc(own, [], 0)\n",
         "                pass\n",
         "blocks that nobody reads stay for the whole lease",
+        MULTI_TESTS + "TestTransfers::test_one_with_less_hears_at_once_that_it_may_let_go",
+    ),
+    Mutant(
+        "multi-a-failed-load-is-the-end",
+        MULTI_WORKER,
+        "if not self._next_is_asked(name)",
+        "if True",
+        "a prompt is computed that another child has",
+        MULTI_TESTS + "TestTransfers::test_a_load_that_failed_is_asked_of_the_next_that_has_it",
+    ),
+    Mutant(
+        "multi-the-cancelled-is-asked-of-the-next",
+        MULTI_WORKER,
+        "            for name in part.cancelled:\n                self._spare(name)\n",
+        "            pass\n",
+        "blocks of a request that has ended are written to",
+        MULTI_TESTS + "TestTransfers::test_what_was_cancelled_is_asked_of_nobody_else",
+    ),
+    Mutant(
+        "multi-a-sleep-asks-the-next",
+        MULTI_WORKER,
+        "            self._spare(name)\n        released: list[int] = []",
+        "            pass\n        released: list[int] = []",
+        "a load is begun while its memory goes",
+        MULTI_TESTS + "TestTransfers::test_p2_what_a_sleep_has_ended_is_asked_of_nobody_else",
+    ),
+    Mutant(
+        "multi-the-spared-never-hear",
+        MULTI_WORKER,
+        "        for name in recving:\n            self._spare(name)\n",
+        "",
+        "blocks that nobody reads stay for the whole lease",
         MULTI_TESTS + "TestTransfers::test_the_others_hear_that_they_may_let_go",
+    ),
+    Mutant(
+        "multi-one-with-less-is-asked",
+        MULTI_SCHEDULER,
+        ">= num_external_tokens:",
+        "> 0:",
+        "the last tokens of a prompt count as loaded and are not there (P5)",
+        MULTI_TESTS + "TestTransfers::test_p5_one_that_has_less_is_not_asked",
     ),
     Mutant(
         "multi-the-child-is-not-named",

@@ -24,7 +24,7 @@ from mounts import mounts_for
 ROOT = Path(__file__).resolve().parents[2]
 # Plugins that these tests do not use take ten seconds to import on an emulated processor.
 UNUSED = ("cacheprovider", "schemathesis", "hypothesispytest", "anyio")
-TESTS = ["python", "-m", "pytest", *(f"-pno:{name}" for name in UNUSED), "-m", "rdma", "tests/rdma"]
+TESTS = ["python", "-m", "pytest", *(f"-pno:{name}" for name in UNUSED), "-m", "rdma and not slow", "tests/rdma"]
 CANNOT_PREPARE, TIME_LIMIT, GUEST_FAILED = 77, 124, 125
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from torpor._native import Device, Op
-from torpor.errors import DeviceMemoryError, HookError, HostMemoryError, StateError, UnknownTagError
+from torpor.errors import ConfigurationError, DeviceMemoryError, HookError, HostMemoryError, StateError, UnknownTagError
 from torpor.memory import Content, Memory, MemoryConfig, Residency
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +70,7 @@ def test_m7_the_same_bytes_have_the_same_hash_on_the_device_and_on_the_host(devi
             assert (there == device.hash_chunks(data.ctypes.data, nbytes, chunk_bytes, on_host=True)).all()
 
 
-@pytest.mark.parametrize("block", [16, 48, 4 * KIB, 16 * KIB, 16 * KIB + 16, 1 * MIB, 100, 12])
+@pytest.mark.parametrize("block", [16, 48, 4 * KIB, 4 * KIB + 16, 16 * KIB, 16 * KIB - 16, 1 * MIB, 100, 12])
 def test_scattered_blocks_are_copied_to_where_they_belong(device: Device, block: int) -> None:
     count = min(4 * MIB // block, 3000)
     generator = np.random.default_rng(block)
@@ -84,6 +85,24 @@ def test_scattered_blocks_are_copied_to_where_they_belong(device: Device, block:
     expected = np.empty_like(data)
     expected[to] = data[source]
     assert (found == expected).all()
+
+
+def test_blocks_are_copied_while_their_caller_does_something_else(device: Device) -> None:
+    block, count = 16 * KIB, 1 << 16
+    ids = np.random.default_rng(0).permutation(count).astype(np.uint64)
+    with device.create_region(block * count, extent_bytes=block * count) as region:
+        device.copy_blocks(region.address, region.address, block, ids, ids)
+        begun = time.perf_counter()
+        with device.begin_copy_blocks(region.address, region.address, block, ids, ids):
+            asked = time.perf_counter() - begun
+        assert asked < 0.7 * (time.perf_counter() - begun)
+
+
+def test_a_block_outside_its_limits_is_not_copied(device: Device) -> None:
+    with device.create_region(4 * MIB, extent_bytes=4 * MIB) as region:
+        for limits in ((8, 7), (7, 8)):
+            with pytest.raises(ConfigurationError, match="outside"):
+                device.copy_blocks(region.address, region.address, 4 * KIB, [1, 7], [7, 1], limits=limits)
 
 
 # ---- M1, M6, M7, M11 -----------------------------------------------------------------------------------------------------------

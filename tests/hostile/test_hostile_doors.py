@@ -23,7 +23,7 @@ from torpor.server import create_app
 from torpor.testing.fake_engine import FakeEngine
 
 pytestmark = [pytest.mark.timeout(1800 if hostile_kit.SCALE > 1 else 120), pytest.mark.asyncio(loop_scope="module")]
-ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/release_kv_cache_memory")
+ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/release_kv_cache_memory", "/update_weights")
 QUERY = {
     "level": ("0", "1", "2", "3", "-1", "1.5", "", "x", "99999999999999999999", "\x00", "1\ud7ff"),
     "mode": ("wait", "keep", "abort", "", "WAIT", "x" * 1000),
@@ -42,6 +42,10 @@ BODIES: tuple[Any, ...] = (
     {"level": True},
     {"deadline_s": 10**400},
     {"mode": "keep", "level": 1},
+    {"model": "/nowhere"},
+    {"model": "../" * 300},
+    {"model": "a\x00b"},
+    {"model": ["x"]},
 )
 AUTH = {"content-type": "application/json"}
 

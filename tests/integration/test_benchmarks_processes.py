@@ -35,11 +35,13 @@ def test_startup(tmp_path: Path) -> None:
 
 
 def test_pd_first_token(tmp_path: Path) -> None:
-    """The script itself refuses to report when D did not pull every prompt."""
+    """The script itself refuses to report when a prompt whose KV there is was computed."""
     results = run_quick(tmp_path, "pd_first_token")
-    [length] = results["ipc"]["lengths"].values()
-    assert length["single"]["median"] > 0
-    assert length["pair"]["median"] > 0
+    for connector in ("ipc", "offload"):
+        [length] = results[connector]["lengths"].values()
+        assert length["single"]["median"] > 0
+        assert length["connector"]["median"] > 0
+        assert length["over_single"] > 0
 
 
 def test_gpu_transfer_without_a_gpu(tmp_path: Path) -> None:
@@ -48,3 +50,12 @@ def test_gpu_transfer_without_a_gpu(tmp_path: Path) -> None:
     for sizes in results["host"].values():
         assert sizes["16384"]["identical"]
         assert sizes["16384"]["load"]["median"] > 0
+
+
+def test_gpu_pair_without_a_gpu(tmp_path: Path) -> None:
+    """As test_pd_first_token, which has the host's flags."""
+    model = str(save_model(tmp_path / "model"))
+    results = run_quick(tmp_path, "gpu_pair", "--driver", "host", "--model", model, "--dtype", "float32", "--threads", "1")
+    [length] = results["first_token_s"].values()
+    assert length["pair"]["median"] > 0
+    assert results["tokens_per_s"]["pair"]["median"] > 0

@@ -1,8 +1,9 @@
-"""``lmcache`` between processes: what one engine kept at a remote another finds, over sleeps; a remote that dies costs hits."""
+"""``lmcache`` between processes: what one engine kept at a remote, or pushed, another finds; one that dies costs hits."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from kv_child import Child
 
 from torpor.connectors import ConnectorConfig
 from torpor.request import GenerationRequest, SamplingParams
+from torpor.testing.connectors import ITEMS, Status, Subject
+from torpor.testing.connectors.stage import workers
+from torpor.testing.connectors.suite import chosen, run_item
 from torpor.testing.kv_engine import KVEngine, missing_package
 
 pytestmark = [
@@ -98,3 +102,77 @@ def test_one_engine_finds_what_another_kept_over_sleeps_of_both(
         assert time.monotonic() - begun < 30
         assert d.sleep().unmapped_bytes > 0
         d.wake()
+
+
+PAIR_ITEMS = [
+    "placement",
+    "blocks end",
+    "follow",
+    "in-flight read",
+    "late read",
+    "peer crash",
+    "double sleep",
+    "failed release",
+    "failed restore",
+    "partial wake",
+    "bytes flat",
+    "resources flat",
+]
+"""Those that need one decode engine at a time, and no engine that is both."""
+
+
+def failures(subject: Subject, names: list[str]) -> list[tuple[str, str]]:
+    with workers() as processes:
+        outcomes = [run_item(subject, item, processes) for item in chosen(names)]
+    return [(outcome.item, outcome.reason) for outcome in outcomes if outcome.status is not Status.PASSED]
+
+
+@pytest.mark.long
+def test_the_conformance_suite_over_an_lm_server(remote: tuple[str, subprocess.Popen[bytes]]) -> None:
+    subject = Subject.of("lmcache", extra={"host_bytes": 16 << 20, "remote_url": remote[0]})
+    by_tokens = ["wrong requests", "old epoch"]  # not applicable to what is found by tokens
+    assert failures(subject, [item.name for item in ITEMS if item.name not in by_tokens]) == []
+
+
+@pytest.mark.long
+def test_the_conformance_suite_in_the_pd_mode(pd_peer: str) -> None:
+    assert failures(Subject.of("lmcache", extra={"pd_peer": pd_peer, "pd_buffer_bytes": 48 << 20}), PAIR_ITEMS) == []
+
+
+@pytest.fixture
+def pd_peer() -> str:
+    for package in ("lmcache", "nixl"):
+        if missing := missing_package(package):
+            pytest.skip(missing)
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            ports.append(probe.getsockname()[1])
+    return ":".join(["127.0.0.1", *map(str, ports)])
+
+
+def test_p2_a_decode_engine_that_is_stopped_or_killed_holds_up_no_sleep(pd_peer: str, tmp_path: Path) -> None:
+    """P pushes to it meanwhile; the one that takes its place is pushed to."""
+    extra: dict[str, Any] = {"pd_peer": pd_peer, "pd_buffer_bytes": 1 << 20, "pd_wait_s": 2.0}
+    with KVEngine(ConnectorConfig(connector="lmcache", engine_id="P", role="producer", extra=extra)) as p:
+        with Child("lmcache", "D", "consumer", tmp_path, extra=extra) as d:
+            d.wait_until_up()
+            assert d.call("load", "q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+            assert d.call("has", A, [4, 5, 6])
+            d.send_signal(signal.SIGSTOP)
+            for n in range(3):
+                p.prefill(f"s{n}", [n, *B], [1, 2, 3])
+                begun = time.monotonic()
+                assert p.sleep().held_bytes == 0
+                p.wake()
+                assert time.monotonic() - begun < 2.0
+            d.process.kill()
+            d.death()
+        with Child("lmcache", "D", "consumer", tmp_path, extra=extra) as d:
+            d.wait_until_up()
+            deadline = time.monotonic() + WAIT_S
+            name = 0
+            while d.call("load", f"q{name}", [name, *A], p.prefill(f"t{name}", [name, *A], [1, 2, 3]), [4, 5, 6]) != "recving":
+                assert time.monotonic() < deadline
+                name += 1
+            assert d.call("has", [name, *A], [4, 5, 6])

@@ -136,3 +136,36 @@ async def test_d_sleeps_and_wakes_in_the_middle_of_many(pair: tuple[EngineClient
         await decode.sleep(SleepRequest(level=1, mode="keep"))
         await decode.wake_up()
     assert [(await task).new_token_ids for task in running] == expected
+
+
+async def test_p5_two_engines_with_different_weights_never_share_kv(
+    pair: tuple[EngineClient, EngineClient], tmp_path: Path
+) -> None:
+    """One of the two is updated, then the other: every answer is what D's own weights say."""
+    prefill, decode = pair
+    new = str(save_model(tmp_path / "new", seed=6))
+    salt, reads = 100, await loads_done(decode)
+    old_text = (await run(decode, "old", 10, salt=salt)).new_token_ids
+    stale = await hand_off(prefill, "stale", salt + 1)
+    assert await update(decode, new) == await update(prefill, new) == decode.info.model_id
+    new_text = (await run(prefill, "new", 10, salt=salt)).new_token_ids
+    assert new_text != old_text
+    late = await run(decode, "late", 10, stale, salt=salt + 1)
+    assert (late.num_cached_tokens, await loads_done(decode)) == (0, reads)
+    assert (await run(decode, "both", 10, await hand_off(prefill, "p-both", salt), salt=salt)).new_token_ids == new_text
+    assert await loads_done(decode) == reads + 1
+    newer = str(save_model(tmp_path / "newer", seed=7))
+    await update(decode, newer)
+    alone = await run(decode, "alone", 10, salt=salt)
+    other = await run(decode, "other", 10, await hand_off(prefill, "p-old", salt + 2), salt=salt + 2)
+    assert (other.num_cached_tokens, await loads_done(decode)) == (0, reads + 1)
+    assert alone.new_token_ids not in (old_text, new_text)
+    await update(prefill, newer)
+    assert (await run(prefill, "p-newer", 10, salt=salt + 2)).new_token_ids == other.new_token_ids
+
+
+async def update(client: EngineClient, model: str) -> str:
+    await client.sleep(SleepRequest(level=2))
+    report = await client.update_weights(model)
+    assert (await client.wake_up())["refilled_tags"] == ["weights"]
+    return str(report["model_id"])

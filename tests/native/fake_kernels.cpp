@@ -37,6 +37,14 @@ void run_copy_blocks(unsigned, unsigned threads, void **arguments) {
   }
 }
 
+void run_move_blocks(unsigned, unsigned, void **arguments) {
+  const auto job = argument<BlockCopy>(arguments, 0);
+  for (u32 number = 0; number < moves_of(job); ++number) {
+    const Move move = move_of(job, number);
+    std::memcpy(reinterpret_cast<void *>(move.dst), reinterpret_cast<const void *>(move.src), move.bytes);
+  }
+}
+
 void run_pull(unsigned blocks, unsigned threads, void **arguments) {
   auto *dst = argument<Word2 *>(arguments, 0);
   const auto *src = argument<const Word2 *>(arguments, 1);
@@ -49,6 +57,7 @@ void run_pull(unsigned blocks, unsigned threads, void **arguments) {
 FakeKernel fake_kernel(const char *name) {
   if (std::strcmp(name, "torpor_sum") == 0) return run_sum;
   if (std::strcmp(name, "torpor_copy_blocks") == 0) return run_copy_blocks;
+  if (std::strcmp(name, "torpor_move_blocks") == 0) return run_move_blocks;
   if (std::strcmp(name, "torpor_pull") == 0) return run_pull;
   return nullptr;
 }

@@ -128,6 +128,13 @@ inline void unmap(const std::vector<tp_region *> &regions) {
 }
 
 inline void map(const std::vector<tp_region *> &regions) { OK(tp_regions_map(regions.data(), regions.size(), &err)); }
+
+// All blocks of `blocks`, waited for.
+inline tp_status copy_blocks(tp_device *device, const tp_blocks &blocks, tp_error *err = nullptr) {
+  tp_block_copy *copy = nullptr;
+  const tp_status begun = tp_block_copy_begin(device, &blocks, 2, &copy, err);
+  return begun == TP_OK ? tp_block_copy_end(copy, err) : begun;
+}
 inline void destroy(tp_region *region) { OK(tp_region_destroy(region, &err)); }
 
 }  // namespace fixture

@@ -172,14 +172,20 @@ TEST(copy_of_many_spans_and_blocks) {
   const uint64_t block = 1000, blocks = bytes / block;
   std::vector<uint64_t> src_ids, dst_ids;
   for (uint64_t i = 0; i < blocks; i += 2) src_ids.push_back(i), dst_ids.push_back((i * 7 + 3) % blocks);
-  OK(tp_copy_blocks(device.handle, &dst, &src, 1, block, dst_ids.data(), src_ids.data(), src_ids.size(), 2, &err));
+  tp_blocks list{&dst, &src, 1, block, dst_ids.data(), src_ids.data(), src_ids.size(), blocks, blocks};
+  OK(fixture::copy_blocks(device.handle, list, &err));
   Bytes expected(bytes, 0);
   for (size_t i = 0; i < src_ids.size(); ++i) std::memcpy(&expected[dst_ids[i] * block], &data[src_ids[i] * block], block);
   CHECK(device.read(dst, bytes) == expected);
-  OK(tp_copy_blocks(device.handle, &dst, &src, 1, block, nullptr, nullptr, 0, 2, &err));
-  OK(tp_copy_blocks(device.handle, nullptr, nullptr, 0, block, dst_ids.data(), src_ids.data(), 1, 2, &err));
+  OK(fixture::copy_blocks(device.handle, {&dst, &src, 1, block, nullptr, nullptr, 0, blocks, blocks}, &err));
+  OK(fixture::copy_blocks(device.handle, {nullptr, nullptr, 0, block, dst_ids.data(), src_ids.data(), 1, blocks, blocks}, &err));
+  const uint64_t last = *std::max_element(src_ids.begin(), src_ids.end());
+  list.src_limit = last;
+  CHECK_EQ(fixture::copy_blocks(device.handle, list), TP_INVALID);
+  list.src_limit = last + 1, list.dst_limit = *std::max_element(dst_ids.begin(), dst_ids.end());
+  CHECK_EQ(fixture::copy_blocks(device.handle, list), TP_INVALID);
   const uint64_t far = UINT64_MAX / 4;
-  CHECK_STATUS(tp_copy_blocks(device.handle, &dst, &src, 1, block, &far, &src_ids[0], 1, 2, &err), TP_INVALID);
+  CHECK_STATUS(fixture::copy_blocks(device.handle, {&dst, &src, 1, block, &far, &src_ids[0], 1, UINT64_MAX, blocks}, &err), TP_INVALID);
   fixture::destroy(from);
   fixture::destroy(to);
   device.close();
@@ -202,7 +208,8 @@ void copy_arrays_of_blocks(fixture::Device &device, uint64_t block, uint64_t blo
       std::memcpy(&expected[dst_at[a] - dst + dst_ids[i] * block], &data[src_at[a] - src + src_ids[i] * block], block);
     }
   }
-  OK(tp_copy_blocks(device.handle, dst_at.data(), src_at.data(), arrays, block, dst_ids.data(), src_ids.data(), src_ids.size(), 2, &err));
+  OK(fixture::copy_blocks(device.handle,
+                          {dst_at.data(), src_at.data(), arrays, block, dst_ids.data(), src_ids.data(), src_ids.size(), blocks, blocks}, &err));
   CHECK(device.read(dst, bytes) == expected);
   fixture::destroy(from);
   fixture::destroy(to);
@@ -212,6 +219,7 @@ TEST(copy_of_blocks_of_many_arrays) {
   fixture::Device device;
   for (const uint64_t block : {16, 48, 4096, 16384, 16384 + 16, 40960, 65536, 100}) copy_arrays_of_blocks(device, block, 11, 5);
   copy_arrays_of_blocks(device, 16384, 2, 3);
+  copy_arrays_of_blocks(device, 4096, 2, 3);
   copy_arrays_of_blocks(device, 16, 70001, 2);   // more ids than go with one launch
   copy_arrays_of_blocks(device, 48, 3, 4099);    // more arrays
   device.close();

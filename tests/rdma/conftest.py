@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from rdma_child import Child
+from rdma_engines import Engines
+from rdma_transports import RdmaTransport
 from rdma_verbs import Verbs, build_verbs
 
 HERE = Path(__file__).parent
@@ -48,3 +50,9 @@ def children() -> Iterator[list[Child]]:
     yield made
     for child in reversed(made):
         child.close()
+
+
+@pytest.fixture
+def engines(transport: RdmaTransport, children: list[Child], rdma_device: str, tmp_path: Path) -> Engines:
+    """Of the ``transport`` that the test is parametrized with."""
+    return Engines(transport, rdma_device, tmp_path, children)

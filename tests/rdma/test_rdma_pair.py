@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rdma_child import Child
-from rdma_engines import RDMA_ONLY, SLOW
+from rdma_transports import RDMA_ONLY, SLOW
 
 from torpor.connectors import ConnectorConfig
 from torpor.engine.llm import LLM

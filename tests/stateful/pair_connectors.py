@@ -11,7 +11,9 @@ from typing import Any
 from torpor.connectors import wire
 from torpor.connectors.base import KVConnectorWorker
 from torpor.connectors.channel import Channel
-from torpor.connectors.multi import PARTS, MultiWorker
+from torpor.connectors.link import Link
+from torpor.connectors.multi_scheduler import PARTS
+from torpor.connectors.multi_worker import MultiWorker
 from torpor.connectors.worker import PullWorker
 from torpor.kvcache.types import Epoch
 
@@ -23,12 +25,14 @@ PULL = {"connect_timeout_s": 10.0, "handshake_timeout_s": 10.0, "read_timeout_s"
 @dataclass(frozen=True)
 class PairConnector:
     """``extra``: "{folder}" in it is a fresh folder. ``package``: skipped where it cannot be imported. ``pins``: what one engine
-    registers is pinned by this process, so it looks held when the other sleeps. ``examples``: its share of the everyday suite."""
+    registers is pinned by this process, so it looks held when the other sleeps. ``spares``: a second child has the KV too, and
+    is asked when the first has failed; it knows no request ids, block ids or times. ``examples``: its share of the suite."""
 
     path: str
     extra: dict[str, Any] = field(default_factory=dict)
     package: str | None = None
     pins: bool = False
+    spares: bool = False
     examples: int = 4
 
 
@@ -45,6 +49,7 @@ CONNECTORS = {
                 "torpor.testing.connectors:MemoryConnector",
             ]
         },
+        spares=True,
     ),
 }
 
@@ -78,10 +83,15 @@ def cut(worker: KVConnectorWorker | None) -> None:
                     link._channel.abort()
 
 
+def live_links(worker: KVConnectorWorker | None) -> list[Link]:
+    """Those that the engine's reader has."""
+    pullers = [p for w in pull_workers(worker) if w._reader is not None for p in list(w._reader._pullers.values())]
+    return [link for p in pullers if (link := p.link) is not None and link.alive]
+
+
 def links(worker: KVConnectorWorker | None) -> list[Epoch]:
     """Of which epochs the engine's reader has links that live."""
-    pullers = [p for w in pull_workers(worker) if w._reader is not None for p in list(w._reader._pullers.values())]
-    return [link.epoch for p in pullers if (link := p.link) is not None and link.alive]
+    return [link.epoch for link in live_links(worker)]
 
 
 def parts_of(params: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,10 +13,12 @@ from pair_sides import HAND_OFF, Asked, Side
 from torpor.engine.base import EngineState, SleepRequest
 from torpor.request import SamplingParams
 from torpor.testing.clock import FakeClock
+from torpor.testing.pinned import pinning_is_permitted
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 SOME = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(9))
+needs_pinning = pytest.mark.skipif(not pinning_is_permitted(), reason="io_uring cannot pin memory here")
 
 
 class Pair:
@@ -92,3 +94,18 @@ def test_p2_an_owner_told_before_it_knows_of_the_hand_off_lets_go_all_the_same(p
         time.sleep(0.1)
         pair.p.until(lambda: pair.p.core.stats().scheduler.handed_off == 0, "the end of the hand-off")
     pair.p.check()
+
+
+@needs_pinning
+def test_m11_a_sleep_of_the_weights_alone_misses_nothing_of_a_kv_cache_that_stays_pinned(tmp_path: Path) -> None:
+    """A registration of the KV cache that came after the weights were mapped looked like a hold on the weights."""
+    p = Side("pinned", "producer", tmp_path, FakeClock(), 8, 3, lambda asked: None)
+    for _ in range(2):
+        slept = p.core.sleep(SleepRequest(policies={"weights": "discard"}, mode="abort"))
+        p.until(slept.done, "a sleep")
+        report = slept.result(0)
+        assert report["held_bytes"] == 0, report
+        assert report["returned_bytes"] == report["unmapped_bytes"] > 0
+        p.core.wake_up()
+        p.until(lambda: p.awake, "a wake")
+    p.shut_down()

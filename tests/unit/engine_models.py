@@ -14,10 +14,10 @@ from torpor.engine.settings import config_from_settings
 from torpor.testing.tokenizers import EOS_ID, byte_tokenizer
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, seed: int = 5) -> Path:
     # Untied, and this seed: its texts vary from prompt to prompt and do not settle on one token.
     special = {"eos_token_id": EOS_ID, "bos_token_id": EOS_ID, "pad_token_id": EOS_ID}
-    save_tiny(folder, seed=5, vocab_size=EOS_ID + 1, tie_word_embeddings=False, **special)
+    save_tiny(folder, seed=seed, vocab_size=EOS_ID + 1, tie_word_embeddings=False, **special)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -58,6 +58,17 @@ class OneTry(FaultyPinned):
     worker = OneTryWorker
 
 
+class HabitualWorker(PullWorker):
+    def set_weights_version(self, version: str) -> None:
+        return
+
+
+class Habitual(FaultyPinned):
+    """Goes on under the version of the weights that it began with."""
+
+    worker = HabitualWorker
+
+
 class EarlyBirdWorker(PullWorker):
     def register_kv_caches(self, kv_caches: Any, spec: KVCacheSpec, memory: Any) -> None:
         super().register_kv_caches(kv_caches, spec, memory)

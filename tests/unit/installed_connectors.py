@@ -34,7 +34,8 @@ CASES: dict[str, Case] = {
         install="nixl",
         wrong=(
             ({"ucx_tls": 5}, "ucx_tls"),
-            ({"ucx_tls": "pigeon"}, "cannot start an agent"),
+            ({"ucx_tls": "pigeon"}, r"ucx_tls 'pigeon'.* one or more of:.*\btcp\b"),
+            ({"ucx_tls": "tcp,rc"}, r"ucx_tls is one transport.*UCX_TLS"),
             ({"staging_bytes": 0}, "staging_bytes"),
         ),
     ),
@@ -47,7 +48,16 @@ CASES: dict[str, Case] = {
         install="mooncake",
         wrong=(({"protocol": "pigeon"}, "protocol"), ({"staging_bytes": 0}, "staging_bytes")),
     ),
-    "lmcache": Case(packages=("lmcache",), install="lmcache"),
+    "lmcache": Case(
+        packages=("lmcache", "lmcache.v1.cache_engine"),
+        install="lmcache",
+        wrong=(
+            ({"remote_url": "pigeon://x"}, "remote_url"),
+            ({"pd_peer": "somewhere"}, "pd_peer"),
+            ({"host_bytes": 1}, "host_bytes"),
+        ),
+    ),
+    "offload": Case(wrong=(({"host_bytes": 1}, "host_bytes"), ({"disk_bytes": 1 << 30}, "disk_dir"))),
 }
 NAMES = tuple(KNOWN)
 

@@ -54,8 +54,10 @@ def test_scheduler_steps_without_torch(tmp_path: Path) -> None:
 def test_connectors(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "connectors.py"), "--quick", "--out", str(tmp_path)]
     subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
-    found = results_of(tmp_path, "connectors")["ipc"]
-    assert found["path"] == "shared memory of one host"
-    assert found["release_s"]["median"] > 0
-    assert found["restore_s"]["median"] > 0
-    assert found["load_gb_per_s"]["median"] > 0
+    results = results_of(tmp_path, "connectors")
+    assert results["ipc"]["path"] == "shared memory of one host"
+    for found in (one for one in results.values() if isinstance(one, dict)):
+        assert found["release_s"]["median"] > 0
+        assert found["restore_s"]["median"] > 0
+        assert found["load_gb_per_s"]["median"] > 0
+        assert found["load_over_ipc"]["median"] > 0

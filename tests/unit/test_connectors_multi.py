@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_pairs import A, B, Pairs
+from connector_pairs import WAIT_S, A, B, Background, Pairs, held_read
 
 from torpor.cli.kv_transfer import parse_kv_transfer_config
 from torpor.connectors import ConnectorConfig, get_connector
 from torpor.connectors.base import KVConnectorWorker, works_by_layer
-from torpor.connectors.multi import PARTS, LayeredMultiWorker, MultiConnector, MultiScheduler, MultiWorker
+from torpor.connectors.multi import MultiConnector
 from torpor.connectors.multi_config import children_of
+from torpor.connectors.multi_scheduler import PARTS, MultiScheduler
+from torpor.connectors.multi_worker import LayeredMultiWorker, MultiWorker
 from torpor.engine.config import SleepConfig
 from torpor.engine.kv_connector import choose_connector
 from torpor.errors import ConfigurationError, ConnectorError, HookError, RequestError, TransportError
 from torpor.memory.types import Residency
 from torpor.request import GenerationRequest, SamplingParams
 from torpor.testing.connectors import MemoryConnector, MemoryConnectorWorker
-from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
+from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, expected
 
 MEMORY = "torpor.testing.connectors:MemoryConnector"
 DEAF = "torpor.testing.connectors:UnsupportedConnector"
@@ -44,6 +47,17 @@ def both(folder: Path) -> dict[str, Any]:
 def child(engine: KVEngine, index: int) -> Any:
     assert isinstance(engine.worker, MultiWorker)
     return engine.worker._children[index]
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _not_kept_any_more(*args: Any) -> Any:
+    raise TransportError("a block of it is not kept any more", transport="offload")
 
 
 def config(**extra: Any) -> ConnectorConfig:
@@ -184,6 +198,101 @@ class TestTransfers:
         d.begin_load("q", A, params, [0, 7, 2])
         d.cancel("q")
         assert d.wait("q") == "failed"
+
+    def test_a_load_that_failed_is_asked_of_the_next_that_has_it(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        for n in range(2):
+            params = p.prefill(f"r{n}", A, [5, 1, 3])
+            params[PARTS]["ipc"]["torpor"]["lease"] += 100
+            assert d.load(f"q{n}", A, params, [0, 7, 2]) == "recving"
+            assert d.has(A, [0, 7, 2])
+        assert [(part.loads_done, part.loads_failed) for part in d.worker.stats().children] == [(0, 2), (2, 0)]
+        assert not d.worker._spares  # type: ignore[attr-defined]
+
+    def test_behind_a_prefix_too(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        params = p.prefill("r", A, [5, 1, 3])
+        params[PARTS]["ipc"]["torpor"]["lease"] += 100
+        before = d.block(0)
+        d.begin_load("q", A, params, [7, 2], num_computed=4)
+        assert d.wait("q") == "recving"
+        assert [d.block(7), d.block(2)] == [expected(SMALL_SPEC, A, 1), expected(SMALL_SPEC, A, 2)]
+        assert d.block(0) == before
+
+    def test_when_all_have_failed_it_has_failed_once(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        params = p.prefill("r", A, [5, 1, 3])
+        for part in params[PARTS].values():
+            part["torpor"]["lease"] += 100
+        assert d.load("q", A, params, [0, 7, 2]) == "failed"
+        with pytest.raises(TimeoutError):
+            d.wait("q", 0.2)
+        assert [part.loads_failed for part in d.worker.stats().children] == [1, 1]
+
+    @pytest.mark.parametrize("kept_first", [True, False])
+    def test_a_store_and_a_peer_stand_in_for_each_other(
+        self, pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_first: bool
+    ) -> None:
+        """13 tokens: the peer has 12 of them for us, and so has the store."""
+        prompt = [*A, 1, 2, 3]
+        children = ["offload", ipc(tmp_path)] if kept_first else [ipc(tmp_path), "offload"]
+        p, d = pairs.engine("P", extra={"connectors": children}), pairs.engine("D", extra={"connectors": children})
+        d.prefill("own", prompt, [1, 2, 3])
+        store = child(d, 0 if kept_first else 1)
+        until(lambda: store.stats().store.saved_blocks == 3)
+        params = p.prefill("r", prompt, [5, 1, 3, 4])
+        if kept_first:
+            monkeypatch.setattr(store._store, "_at_hand", _not_kept_any_more)
+        else:
+            params[PARTS]["ipc"]["torpor"]["lease"] += 100
+        assert d.load("q", prompt, params, [0, 7, 2]) == "recving"
+        assert d.has(prompt, [0, 7, 2])
+        assert [(part.loads_done, part.loads_failed) for part in d.worker.stats().children] == [(0, 1), (1, 0)]
+
+    def test_p5_one_that_has_less_is_not_asked(self, pairs: Pairs, tmp_path: Path) -> None:
+        """In as many blocks: its load would leave the last token of them without KV."""
+        p, d = pairs.pair(extra={"connectors": [MEMORY, ipc(tmp_path)]})
+        prompt = [*A, 1]
+        params = p.prefill("r", prompt, [5, 1, 3])
+        params[PARTS]["ipc"] = p.prefill("less", prompt[:9], [0, 2, 4])[PARTS]["ipc"]
+        params[PARTS]["MemoryConnector"]["torpor"]["lease"] += 100
+        assert d.load("q", prompt, params, [0, 7, 2]) == "failed"
+        assert [part.loads_done for part in d.worker.stats().children] == [0, 0]
+
+    def test_one_with_less_hears_at_once_that_it_may_let_go(self, pairs: Pairs, tmp_path: Path) -> None:
+        """A hand-off of two blocks, beside one of three."""
+        p, d = pairs.pair(extra={"connectors": [MEMORY, ipc(tmp_path)]})
+        params = p.prefill("r", A, [5, 1, 3])
+        less = p.prefill("less", A[:8], [0, 2])
+        params[PARTS]["ipc"] = less[PARTS]["ipc"]
+        assert d.load("q", A, params, [0, 7, 2]) == "recving"
+        assert p.wait("less", 5) == "sending"
+
+    def test_what_was_cancelled_is_asked_of_nobody_else(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        params = p.prefill("r", A, [5, 1, 3])
+        with held_read(d) as gate:
+            d.begin_load("q", A, params, [0, 7, 2])
+            assert gate.reached.wait(WAIT_S)
+            d.cancel("q")
+            gate.open()
+        assert d.wait("q") == "failed"
+        assert [part.loads_done for part in d.worker.stats().children] == [0, 0]
+
+    def test_p2_what_a_sleep_has_ended_is_asked_of_nobody_else(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        params = p.prefill("r", A, [5, 1, 3])
+        with held_read(d) as gate:
+            d.begin_load("q", A, params, [0, 7, 2])
+            assert gate.reached.wait(WAIT_S)
+            sleeping = Background(d.sleep)
+            assert not sleeping.ended_within(0.1)
+            gate.open()
+            sleeping.result()
+        assert d.wait("q") == "failed"
+        assert not d.worker._spares  # type: ignore[attr-defined]
+        d.wake()
+        assert d.load("again", A, p.prefill("s", A, [5, 1, 3]), [0, 7, 2]) == "recving"
 
     @pytest.mark.parametrize(
         ("parts", "named"), [("ipc", "one object per child"), ({"ipc": 1}, "one object per child"), ({"pigeon": {}}, "pigeon")]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from connector_pairs import A, B, Pairs
 
-from torpor.connectors import ConnectorConfig, wire
+from torpor.connectors import ConnectorConfig, nixl_agent, nixl_settings, wire
 from torpor.connectors.base import HandOff
 from torpor.connectors.fence import FencePage
 from torpor.connectors.leases import CONFIRM_S, LeaseTable
@@ -23,6 +26,7 @@ from torpor.errors import ConfigurationError, ConnectorError, TransportError
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
 from torpor.testing.clock import FakeClock
 from torpor.testing.kv_engine import KVEngine
+from torpor.testing.pinned import PinnedRegistration, pinning_is_permitted
 
 RANGES = [(0x1000, 10), (0x2000, 20), (0x3000, 30)]
 FOR_EVER = 1000
@@ -194,6 +198,43 @@ def test_p2_a_buffer_that_nixl_does_not_let_go_keeps_no_owner_waiting(pairs: Pai
     assert not station._undo
 
 
+@pytest.mark.skipif(not pinning_is_permitted(), reason="io_uring is forbidden here")
+@pytest.mark.parametrize("stages", [True, False])
+def test_m11_what_a_reader_pins_beside_its_cache_is_held_of_nobody(pairs: Pairs, stages: bool) -> None:
+    """A buffer that is set aside with a read in flight stays pinned. Of a transport that reads into the KV cache nobody could say
+    whether it is that."""
+    d = pairs.engine("D", "consumer")
+    transport_of(d).stages = stages
+    beside = mmap.mmap(-1, 1 << 20)
+    address = np.frombuffer(beside, dtype=np.uint8).ctypes.data
+    with PinnedRegistration(address, 1 << 20):
+        assert (d.sleep().held_bytes == 0) == stages
+    d.wake()
+
+
+def test_p2_an_end_gives_up_the_spare_buffer_too(pairs: Pairs) -> None:
+    d = pairs.engine("D", "consumer")
+    spare = transport_of(d)._spare
+    d.close()
+    assert not spare._undo
+
+
+def test_p2_an_offer_that_is_none_costs_no_buffer(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pairs.pair()
+    spare = transport_of(d)._spare
+    transport = transport_of(p)
+    plain = transport.publish
+    monkeypatch.setattr(transport, "publish", lambda: dataclasses.replace(plain(), blob=b"nonsense"))
+    p.sleep()
+    p.wake()
+    assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "failed"
+    assert not spare._undo
+    monkeypatch.undo()
+    p.sleep()
+    p.wake()
+    assert d.load("s", B, p.prefill("t", B, [1, 2, 3]), [4, 5, 6]) == "recving"
+
+
 def test_p2_a_peer_that_cannot_be_forgotten_is_not_acknowledged(pairs: Pairs) -> None:
     p, d = pairs.pair(withdraw_timeout_s=0.5)
     assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
@@ -238,7 +279,7 @@ def test_notices_of_no_meaning_are_thrown_away(pairs: Pairs) -> None:
     for notice in (b"", b"x" * 5000, wire.read_notice(late["torpor"]["lease"], 12345), b"\0" * 20):
         station.agent._agent.send_notif(station._peer, notice)
     wait_until(lambda: (p.step(), p.worker.stats().transfers.notices)[1] == 5)  # type: ignore[union-attr]
-    assert p.worker.stats().pending_hand_offs == 1
+    wait_until(lambda: (p.step(), p.worker.stats().pending_hand_offs)[1] == 1)  # that the first was read comes another way
     assert d.load("t", B, late, [4, 5, 6]) == "recving"
 
 
@@ -321,3 +362,57 @@ def small_spec() -> KVCacheSpec:
     from torpor.testing.kv_engine import SMALL_SPEC
 
     return SMALL_SPEC
+
+
+class TestSettings:
+    """What UCX does not take is a matter of configuration: the setting is named, and what there is instead."""
+
+    @pytest.fixture(autouse=True)
+    def _first_of_its_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("nixl_cu13")
+        monkeypatch.setattr(nixl_agent, "_taken", set())
+
+    def start(self, tls: str | None = None) -> nixl_agent.Agent:
+        return nixl_agent.Agent("of-a-test", serves=True, tls=tls)
+
+    def test_a_transport_that_is_not_there_lists_those_that_are(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"ucx_tls 'pigeon'.*one or more of: .*\btcp\b") as caught:
+            self.start("pigeon")
+        assert (caught.value.fields["setting"], caught.value.fields["value"]) == ("ucx_tls", "pigeon")
+
+    def test_several_transports_are_refused(self) -> None:
+        """NIXL would pass on the first, and drop the rest in silence."""
+        config = ConnectorConfig(connector="nixl", engine_id="E", extra={"ucx_tls": "rc,tcp"})
+        with pytest.raises(ConfigurationError, match=r"one transport, not 'rc,tcp'.*UCX_TLS"):
+            NixlConnector.configured(config)
+
+    def test_a_transport_that_cannot_do_all_that_is_needed_is_named(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"ucx_tls 'posix'.*no active messages transport"):
+            self.start("posix")
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "says"),
+        [
+            ("UCX_TLS", "pigeon", r"one or more of: .*\btcp\b"),
+            ("UCX_NET_DEVICES", "pigeon0", r"one or more of: .*lo"),
+            ("UCX_RCACHE_MAX_SIZE", "many", "memory units"),
+        ],
+    )
+    def test_a_variable_of_the_environment_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+    ) -> None:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ConfigurationError, match=f"{variable} '{value}'.*{says}") as caught:
+            self.start()
+        assert caught.value.fields["setting"] == variable
+
+    def test_what_once_started_is_not_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.start("tcp").close()
+        monkeypatch.setenv("UCX_RCACHE_MAX_SIZE", "many")
+        with pytest.raises(TransportError, match="cannot start an agent"):
+            self.start("tcp")
+
+    def test_other_failures_are_the_transports(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nixl_settings, "_ask", lambda tls: "[1.2] [vm:1 :0]  ib_mlx5.c:1  UCX  ERROR  out of memory\n")
+        with pytest.raises(TransportError, match="cannot start an agent"):
+            self.start("pigeon")

@@ -18,8 +18,9 @@ from connector_pairs import WAIT_S
 from store_driver import LONG, OTHER, StoreDriver, told
 
 from torpor.connectors import offload_disk
-from torpor.connectors.offload import OffloadStore, root_of
+from torpor.connectors.offload import OffloadStore
 from torpor.connectors.offload_disk import HEADER_BYTES, DiskShelf
+from torpor.connectors.store_names import root_of
 from torpor.errors import ConfigurationError
 from torpor.testing.kv_engine import SMALL_SPEC
 
@@ -338,7 +339,7 @@ class TestEngines:
         written(engine, 20)
         assert isinstance(engine.store, OffloadStore)
         assert engine.store._disk is not None
-        for name in engine.store.names(LONG)[3:5]:
+        for name in engine.store._names.of(LONG)[3:5]:
             damage(file_of(engine.store._disk, name))
         engine.forget()
         assert engine.answer("c", prompt=LONG) == told(LONG)

@@ -352,6 +352,18 @@ class TestTheCheckAfterTheRead:
         if pairs.connector != "ipc":
             assert [d.block(b) for b in (4, 5, 6)] == before, "what was not proved does not get into the cache"
 
+    def test_p2_an_owner_that_goes_during_the_read_ends_its_leases(self, pairs: Pairs) -> None:
+        """One that was killed cleared no words."""
+        p, d = pairs.pair()
+        params = p.prefill("r", A, [1, 2, 3])
+        with held_read(d) as gate:
+            d.begin_load("q", A, params, [4, 5, 6])
+            assert gate.reached.wait(WAIT_S)
+            (guest,) = p.worker._owner.guests()  # type: ignore[attr-defined]
+            guest.dismiss()
+            gate.open()
+            assert d.wait("q") == "failed"
+
     def test_p3_what_was_read_twice_is_not_believed_twice(self, pairs: Pairs) -> None:
         p, d = pairs.pair()
         params = p.prefill("r", A, [1, 2, 3])

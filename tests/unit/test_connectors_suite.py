@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import re
 import sys
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 from faulty_connectors import MUTANTS, SOCKETS, Mutant
@@ -24,9 +26,12 @@ from torpor.testing.connectors import (
     Subject,
     UnfollowedPinned,
     check_connector,
+    items_peers,
     run_items,
 )
-from torpor.testing.connectors.stage import Stage
+from torpor.testing.connectors.outcomes import Failure
+from torpor.testing.connectors.stage import EngineHere, Stage
+from torpor.testing.connectors.vitals import resident_bytes
 from torpor.testing.kv_engine import missing_package
 
 HERE = [item.name for item in ITEMS if not item.processes]
@@ -142,6 +147,85 @@ class TestLimits:
         assert not report.failed
 
 
+class TestPatience:
+    def test_limits_are_so_many_times_longer(self) -> None:
+        item = Item("dawdles", "P2", lambda stage: time.sleep(0.5) or "", limit_s=0.2)
+        outcomes = [next(run_items(Subject.of("memory", patience=patience), [item])) for patience in (1, 20)]
+        assert [outcome.status for outcome in outcomes] == [Status.FAILED, Status.PASSED]
+        assert outcomes[0].reason.startswith("it has not ended after 0 s")
+
+    def test_the_engines_deadlines_are_longer_too_and_those_that_were_given_stay(self) -> None:
+        usual, slow = (Subject.of("ipc", patience=patience).config("both", "E", "/nonexistent") for patience in (1, 3))
+        assert slow.withdraw_timeout_s == 3 * usual.withdraw_timeout_s
+        assert slow.lease_heartbeat_s == 3 * usual.lease_heartbeat_s
+        given = Subject.of("ipc", patience=3, settings={"withdraw_timeout_s": 0.5}).config("both", "E", "/nonexistent")
+        assert given.withdraw_timeout_s == 0.5
+
+    def test_engines_of_other_processes_have_it_too(self) -> None:
+        assert Subject.from_wire(json.loads(json.dumps(Subject.of("ipc", patience=2.5).to_wire()))).patience == 2.5
+
+    @pytest.mark.parametrize("patience", [0, 0.5, -1, float("inf"), float("nan")])
+    def test_less_than_usual_is_refused(self, patience: float) -> None:
+        with pytest.raises(ConfigurationError, match="patience") as caught:
+            Subject.of("memory", patience=patience)
+        assert caught.value.fields["setting"] == "patience"
+
+    @pytest.mark.parametrize(
+        "mutant", [m for m in MUTANTS if m.item in ("double sleep", "bytes flat", "late read")], ids=lambda m: m.name
+    )
+    def test_a_fault_is_caught_all_the_same(self, mutant: Mutant) -> None:
+        subject = Subject.of(mutant.kind, extra=mutant.extra, patience=5)
+        assert [outcome.item for outcome in check_connector(subject, items=[mutant.item]).failed] == [mutant.item]
+
+    @pytest.mark.integration
+    def test_an_owner_has_a_process_of_its_own(self) -> None:
+        """The kernel counts pins by process."""
+
+        def where(stage: Stage) -> str:
+            apart = stage.pair()
+            found = ["here" if isinstance(engine, EngineHere) else "apart" for engine in apart]
+            stage.close()
+            return ", ".join(found + ["here" if isinstance(engine, EngineHere) else "apart" for engine in stage.pair(here=True)])
+
+        found = [next(run_items(Subject.of(name), [Item("where", "P4a", where)])).reason for name in ("ipc", "memory")]
+        assert found == ["apart, here, here, here", "here, here, here, here"]
+
+
+class TestVitals:
+    def test_memory_that_was_freed_is_not_resident(self) -> None:
+        """The C library keeps it, up to what it may need again."""
+        if not hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            pytest.skip("this C library takes nothing back")
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        before = resident_bytes()
+        pieces = [libc.malloc(ctypes.c_size_t(64 << 10)) for _ in range(256)]
+        for piece in pieces:
+            ctypes.memset(piece, 1, 64 << 10)
+        assert resident_bytes() > before + (15 << 20)
+        for piece in pieces[:-1]:  # the last keeps the heap from shrinking by itself
+            libc.free(piece)
+        assert resident_bytes() < before + (4 << 20)
+        libc.free(pieces[-1])
+
+
+class TestSilentOwners:
+    """What comes from a store whose engine was stopped while it kept a prompt is the beginning of it."""
+
+    def reader(self, right_blocks: int) -> MagicMock:
+        d = MagicMock()
+        d.call.side_effect = lambda name, *args, **kwargs: {"read": "recving", "blocks_asked": 1, "sums": [0]}[name]
+        d.has.side_effect = lambda prompt, blocks: len(blocks) <= right_blocks
+        d.sleep.return_value = {"held": 0}
+        return d
+
+    def test_the_beginning_of_a_prompt_is_enough_if_it_is_right(self) -> None:
+        items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=1))
+
+    def test_wrong_bytes_are_caught(self) -> None:
+        with pytest.raises(Failure, match="wrong bytes"):
+            items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=0))
+
+
 class TestCommand:
     def run(self, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
@@ -177,6 +261,12 @@ class TestCommand:
         logging.disable(logging.NOTSET)
         assert ended.value.code == 2
         assert "pip install 'torpor[nixl]'" in " ".join(capsys.readouterr().err.split())
+
+    def test_settings_of_the_engines_are_given_and_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        only = ["--only", "own buffers"]
+        assert self.run("pinned", "--setting", "withdraw_timeout_s=2", "--patience", "2", *only, capsys=capsys)[0] == 0
+        for wrong in (["--setting", "colour=red"], ["--setting", "engine_id=E"], ["--patience", "0.5"]):
+            assert self.run("pinned", *wrong, *only, capsys=capsys)[0] == 2
 
     def test_a_class_that_is_not_there_ends_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run("no.such:Thing", capsys=capsys)[0] == 2

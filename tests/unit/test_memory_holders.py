@@ -320,6 +320,25 @@ def test_m11_what_was_pinned_before_a_pool_was_mapped_is_not_its_memory(memory: 
 
 
 @needs_pinning
+def test_m11_pins_that_are_known_to_be_of_a_pool_are_not_looked_for_in_another(memory: Memory) -> None:
+    """The KV cache is registered and stays; the weights alone sleep."""
+    weights = memory.pool("weights").zeros(2 * MIB, torch.uint8)
+    t = kv_cache(memory)
+    with PinnedRegistration(t.data_ptr(), MIB):
+        memory.note_pins("kv_cache", "transport", MIB)
+        for _ in range(2):  # also with weights that were mapped while the KV cache was pinned
+            assert memory.sleep({"weights": "host"}).tags[0].returned_bytes == 2 * MIB
+            memory.wake()
+        with PinnedRegistration(weights.data_ptr(), MIB):
+            assert memory.sleep({"weights": "host"}).tags[0].returned_bytes == MIB, "pins that nobody knows count as before"
+            memory.wake()
+        assert sleep_kv(memory)[:2] == (2 * MIB, MIB), "and known ones of a pool that sleeps"
+        memory.wake()
+    memory.note_pins("kv_cache", "transport", 0)
+    assert sleep_kv(memory) == (2 * MIB, 2 * MIB, ())
+
+
+@needs_pinning
 def test_m11_a_pin_is_counted_once_and_not_for_pools_mapped_after_it(memory: Memory) -> None:
     t = kv_cache(memory)
     weights = memory.pool("weights").zeros(2 * MIB, torch.uint8)

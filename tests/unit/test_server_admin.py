@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from web_fakes import chat, client_of, completion, server_app
 
 from torpor.engine.base import SleepRequest
-from torpor.errors import HookError, SleepAborted
+from torpor.errors import HookError, ModelError, SleepAborted
 from torpor.testing.fake_engine import TAG_BYTES, FakeEngine
 
 TOKEN = "a-long-admin-token"
@@ -156,6 +156,42 @@ async def test_tags_that_name_nothing(query: str, code: str, param: str) -> None
         response = await client.post(f"/wake_up{query}")
         assert (response.status_code, response.json()["error"]["code"], response.json()["error"]["param"]) == (400, code, param)
         assert (await client.get("/is_sleeping")).json()["is_sleeping"]
+
+
+class TestUpdateWeights:
+    async def test_it_is_an_admin_route(self) -> None:
+        async with client_of(server_app(FakeEngine(), admin_token=TOKEN)) as client:
+            assert (await client.post("/update_weights", json={"model": "m"})).status_code == 401
+        async with client_of(server_app(FakeEngine()), ("10.0.0.9", 1)) as client:
+            assert (await client.post("/update_weights", json={"model": "m"})).status_code == 403
+
+    async def test_asleep_it_names_the_next_weights(self) -> None:
+        async with client_of(server_app(FakeEngine())) as client:
+            await client.post("/sleep?level=2")
+            report = (await client.post("/update_weights", json={"model": "/models/step-2"})).json()
+            assert (report["operation"], report["state"], report["model_id"]) == ("update_weights", "asleep", "/models/step-2")
+            assert (await client.get("/v1/models")).json()["data"][0]["root"] == "/models/step-2"
+            assert (await client.get("/memory")).json()["model_id"] == "/models/step-2"
+
+    async def test_awake_it_is_the_wrong_moment(self) -> None:
+        async with client_of(server_app(FakeEngine())) as client:
+            response = await client.post("/update_weights", json={"model": "m"})
+            assert (response.status_code, response.json()["error"]["code"]) == (409, "wrong_state")
+
+    @pytest.mark.parametrize("body", [None, {}, {"model": ""}, {"model": 7}, {"model": "m", "tags": []}, {"model": "m" * 5000}])
+    async def test_a_body_that_names_no_model_is_refused(self, body: Any) -> None:
+        async with client_of(server_app(FakeEngine())) as client:
+            await client.post("/sleep?level=2")
+            response = await client.post("/update_weights", json=body)
+            assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+    async def test_files_that_do_not_do_are_the_callers(self) -> None:
+        engine = FakeEngine()
+        async with client_of(server_app(engine)) as client:
+            await client.post("/sleep?level=2")
+            engine.fail_next["update_weights"] = ModelError("no such file or folder", path="m")
+            response = await client.post("/update_weights", json={"model": "m"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
 
 
 async def test_pause_resume_and_release() -> None:

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 5
+#define TP_ABI_VERSION 6
 
 typedef enum tp_status {
   TP_OK = 0,
@@ -144,9 +144,20 @@ typedef struct tp_span {
  * caller's own work on that memory must have ended. TP_STATE, with nothing copied, when a span touches memory of this device that is
  * asleep or not committed; unmap and its like wait for copies and hashes in progress. A copy that fails may have copied a part. */
 tp_status tp_copy(tp_device *device, tp_copy_kind kind, const tp_span *spans, uint64_t n, uint32_t threads, tp_error *err);
-/* In every one of `arrays` arrays, dst[dst_ids[i]] = src[src_ids[i]] for blocks of block_bytes. dst and src: an address per array. */
-tp_status tp_copy_blocks(tp_device *device, const uint64_t *dst, const uint64_t *src, uint64_t arrays, uint64_t block_bytes,
-                         const uint64_t *dst_ids, const uint64_t *src_ids, uint64_t n, uint32_t threads, tp_error *err);
+/* In every one of `arrays` arrays, dst[dst_ids[i]] = src[src_ids[i]] for blocks of block_bytes. */
+typedef struct tp_blocks {
+  const uint64_t *dst, *src; /* the address of block 0 of every array */
+  uint64_t arrays, block_bytes;
+  const uint64_t *dst_ids, *src_ids;
+  uint64_t count;
+  uint64_t dst_limit, src_limit; /* ids are below: TP_INVALID, with nothing copied, where one is not */
+} tp_blocks;
+typedef struct tp_block_copy tp_block_copy;
+/* Otherwise like tp_copy, but only begun: `cuda` is asked and not waited for (but where lists are very long), `host` has copied when it
+ * returns. The lists are the caller's again at once; the memory is not, until the handle has ended. */
+tp_status tp_block_copy_begin(tp_device *device, const tp_blocks *blocks, uint32_t threads, tp_block_copy **out, tp_error *err);
+/* Once, from any thread: blocks until all is copied, or never will be, and frees the handle whatever comes out. */
+tp_status tp_block_copy_end(tp_block_copy *copy, tp_error *err);
 /* One 64-bit hash per chunk of chunk_bytes (the last may be shorter) of memory that lies where `on_host` says. The same bytes
  * have the same hash on every driver and on the host. chunk_bytes: a multiple of 8. Not cryptographic; defined in src/hash.h. */
 tp_status tp_hash(tp_device *device, uint64_t address, uint64_t bytes, uint64_t chunk_bytes, int32_t on_host, uint64_t *out,

@@ -1,5 +1,6 @@
 """The native core, bound by ctypes. The contract is ``csrc/include/torpor/torpor.h``."""
 
+from .blocks import BlockCopy, Words
 from .device import ChunkImage, Device, Span
 from .library import find_library
 from .objects import Arena, Import, Region, buffer_at, host_free_bytes
@@ -10,6 +11,7 @@ from .verbs import share_system_verbs
 __all__ = [
     "Ahead",
     "Arena",
+    "BlockCopy",
     "ChunkImage",
     "CopyKind",
     "Device",
@@ -22,6 +24,7 @@ __all__ = [
     "TorchMode",
     "TorchNews",
     "TorchSlot",
+    "Words",
     "buffer_at",
     "find_library",
     "host_free_bytes",

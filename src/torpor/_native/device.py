@@ -9,19 +9,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torpor.errors import ConfigurationError, TorporError
 
+from .blocks import NO_LIMIT, BlockCopy, Numbers, Uint64Array, Words, blocks_of, uint64
 from .library import MAPPED, TpDeviceStats, TpImage, call
 from .nvrtc import load_nvrtc
 from .objects import Arena, Import, Owned, Region, unsigned
 from .types import COPY_KINDS, CopyKind, DeviceStats, Op
 
-Uint64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 Span = tuple[int, int, int]
 """(destination, source, bytes)"""
@@ -52,6 +51,7 @@ class Device(Owned):
     def __init__(self, handle: int, driver: str) -> None:
         self._handle = handle
         self.driver = driver
+        self.copies_beside = driver == "cuda"  # what is begun goes on while its caller does something else
         self.granularity = self.stats().granularity  # smallest extent
 
     @staticmethod
@@ -121,31 +121,45 @@ class Device(Owned):
         """
         if kind not in COPY_KINDS:
             raise ConfigurationError(f"unknown copy kind {kind!r}: known are {', '.join(COPY_KINDS)}", setting="kind", value=kind)
-        table = _uint64("spans", spans).reshape(-1, 3)
+        table = uint64("spans", spans).reshape(-1, 3)
         call("tp_copy", self.handle, COPY_KINDS[kind], table.ctypes.data, len(table), threads)
 
     def copy_blocks(
         self,
-        dst: int | Sequence[int] | Uint64Array,
-        src: int | Sequence[int] | Uint64Array,
+        dst: int | Numbers | Words,
+        src: int | Numbers | Words,
         block_bytes: int,
-        dst_ids: Sequence[int] | Uint64Array,
-        src_ids: Sequence[int] | Uint64Array,
+        dst_ids: Numbers | Words,
+        src_ids: Numbers | Words,
+        *,
         threads: int = 1,
+        limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT),
     ) -> None:
         """Block ``dst_ids[i]`` of ``dst`` becomes block ``src_ids[i]`` of ``src``; otherwise like :meth:`copy`.
 
         ``dst`` and ``src``: the address of block 0, or those of several arrays, all of whose blocks are copied. One call of a
-        few microseconds for all of them; arrays of uint64 are taken as they are.
+        few microseconds for all of them; arrays of uint64, and ``Words``, are taken as they are. ``limits``: how many blocks an
+        array of ``dst`` and of ``src`` has; ConfigurationError, with nothing copied, for an id that is none of them.
         """
-        arrays = [_uint64(name, [at] if isinstance(at, int) else at) for name, at in (("dst", dst), ("src", src))]
-        ids = [_uint64("dst_ids", dst_ids), _uint64("src_ids", src_ids)]
-        for (to, source), what in ((arrays, "arrays"), (ids, "blocks")):
-            if to.shape != source.shape:
-                raise ConfigurationError(f"{to.size} destination {what}, but {source.size} source {what}")
-        pointers = [array.ctypes.data for array in (*arrays, *ids)]
-        sizes = arrays[0].size, unsigned("block_bytes", block_bytes)
-        call("tp_copy_blocks", self.handle, *pointers[:2], *sizes, *pointers[2:], ids[0].size, threads)
+        self.begin_copy_blocks(dst, src, block_bytes, dst_ids, src_ids, threads=threads, limits=limits).close()
+
+    def begin_copy_blocks(
+        self,
+        dst: int | Numbers | Words,
+        src: int | Numbers | Words,
+        block_bytes: int,
+        dst_ids: Numbers | Words,
+        src_ids: Numbers | Words,
+        *,
+        threads: int = 1,
+        limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT),
+    ) -> BlockCopy:
+        """:meth:`copy_blocks` without waiting, where ``copies_beside``. The lists may change at once; what is copied, and where
+        to, stays mapped until the copy is closed, which must come before the device is."""
+        blocks, kept = blocks_of(dst, src, block_bytes, dst_ids, src_ids, limits)
+        begun = BlockCopy.begin(self.handle, blocks, threads)
+        del kept
+        return begun
 
     def hash_chunks(self, address: int, nbytes: int, chunk_bytes: int, *, on_host: bool = False, threads: int = 1) -> Uint64Array:
         """One hash per chunk, the last may be shorter. The same bytes have the same hash on every driver and on the host.
@@ -214,7 +228,7 @@ class Device(Owned):
         if len(fds) != len(sizes):
             raise ConfigurationError(f"{len(fds)} descriptors, but {len(sizes)} sizes")
         out, address = ctypes.c_void_p(), ctypes.c_uint64()
-        table = _uint64("sizes", sizes)
+        table = uint64("sizes", sizes)
         call(
             "tp_import_open",
             self.handle,
@@ -282,12 +296,3 @@ def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array
 def _handles(regions: Iterable[Region]) -> ctypes.Array[ctypes.c_void_p]:
     handles = [region.handle for region in regions]
     return (ctypes.c_void_p * len(handles))(*handles)
-
-
-def _uint64(name: str, values: Sequence[Any] | Uint64Array) -> Uint64Array:
-    if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.flags.c_contiguous:
-        return values
-    array = np.asarray(values) if len(values) else np.empty(0, dtype=np.uint64)
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "i" and array.size and int(array.min()) < 0):
-        raise ConfigurationError(f"{name} must be 64-bit unsigned numbers", setting=name)
-    return np.ascontiguousarray(array, dtype=np.uint64)

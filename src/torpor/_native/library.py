@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)
@@ -96,6 +96,20 @@ class TpImage(ctypes.Structure):
     )
 
 
+class TpBlocks(ctypes.Structure):
+    _fields_ = (
+        ("dst", c_void_p),
+        ("src", c_void_p),
+        ("arrays", c_uint64),
+        ("block_bytes", c_uint64),
+        ("dst_ids", c_void_p),
+        ("src_ids", c_void_p),
+        ("count", c_uint64),
+        ("dst_limit", c_uint64),
+        ("src_limit", c_uint64),
+    )
+
+
 class TpTorchRefusal(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("last", TpError))
 
@@ -126,7 +140,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "tp_import_open": (_HANDLE, POINTER(c_int32), _U64P, c_uint64, c_int32, _HANDLE_OUT, _U64P),
     "tp_import_close": (_HANDLE,),
     "tp_copy": (_HANDLE, c_int32, c_void_p, c_uint64, c_uint32),
-    "tp_copy_blocks": (_HANDLE, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32),
+    "tp_block_copy_begin": (_HANDLE, POINTER(TpBlocks), c_uint32, _HANDLE_OUT),
+    "tp_block_copy_end": (_HANDLE,),
     "tp_hash": (_HANDLE, c_uint64, c_uint64, c_uint64, c_int32, c_void_p, c_uint32),
     "tp_hash_path": (_HANDLE, c_char_p, c_uint64),
     "tp_save": (_HANDLE, POINTER(TpImage), c_uint64, c_uint64, c_uint32),

@@ -33,9 +33,18 @@ def check_connector(
         list[str] | None,
         typer.Option(help="An option of the connector's own; a value may be JSON. Repeatable.", metavar="KEY=VALUE"),
     ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another field of the engines' ConnectorConfig, such as host or secret_file. Repeatable.", metavar="KEY=VALUE"
+        ),
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this item, by its name; repeatable.", metavar="ITEM")] = None,
     memory_driver: Annotated[str, typer.Option(help="Where the KV caches are: host or cuda.")] = "host",
     seed: Annotated[int, typer.Option(help="Of the random layouts and prompts.")] = 0,
+    patience: Annotated[
+        float, typer.Option(help="How many times longer than usual everything may take: for an emulated machine.")
+    ] = 1.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each item looks at, and check nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The outcomes as JSON instead of a table.")] = False,
 ) -> None:
@@ -59,7 +68,9 @@ def check_connector(
             f"--memory-driver {memory_driver!r} is neither host nor cuda", setting="--memory-driver", value=memory_driver
         )
     memory = MemoryConfig(driver="cuda", extent_bytes=CUDA_EXTENT_BYTES) if memory_driver == "cuda" else None
-    subject = Subject.of(connector, extra=dict(typed_option("--option", o) for o in option or ()), memory=memory)
+    extra = dict(typed_option("--option", o) for o in option or ())
+    settings = dict(typed_option("--setting", s) for s in setting or ())
+    subject = Subject.of(connector, extra=extra, settings=settings, memory=memory, patience=patience)
     if not options.debug:
         logging.disable(logging.ERROR)  # connectors log what goes wrong, and here everything is made to
     outcomes = []

@@ -34,8 +34,7 @@ def token_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(token_ids)).digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pull the KV of one request: remote block ``first_block + i`` goes to ``local_block_ids[i]``.
 
     Without local blocks nothing is read and nothing reported: the owner only hears that it may let go.
@@ -214,6 +213,10 @@ class KVConnectorWorker(abc.ABC):
     def wait_for_save(self) -> None:  # noqa: B027
         """Blocks until what ``save_kv_layer`` began no longer reads the cache."""
 
+    def set_weights_version(self, version: str) -> None:  # noqa: B027
+        """KV is computed with other weights from now on. A connector whose peers compare ``KVCacheSpec.model_id`` tells them the
+        new one, in handshakes to come; StateError while it serves the KV cache under the old one."""
+
     def tell_when_finished(self, tell: Callable[[], None]) -> None:  # noqa: B027
         """``tell`` is called, from any thread, when ``get_finished`` has a load that it had not before; it does not block. Called
         before ``register_kv_caches``. A connector that passes over it is asked every few milliseconds anyhow."""
@@ -265,6 +268,7 @@ class KVConnector(abc.ABC):
     """What the registry holds: a factory of the two sides, and static facts about the class."""
 
     supports_sleep_mode: ClassVar[bool] = False
+    supports_weight_updates: ClassVar[bool] = False  # both sides' ``set_weights_version`` keep KV of other weights apart
     guarded: ClassVar[bool] = True  # P4: the KV cache's pool keeps zero pages in its range while it sleeps
     reach: ClassVar[Reach] = "processes"
     finds_by: ClassVar[FindsBy] = "params"

@@ -95,6 +95,12 @@ class Channel:
         taken, self._descriptors = self._descriptors, []
         return taken
 
+    def hung_up(self) -> bool:
+        """Whether the peer has closed it or died, as the kernel knows it now: before whoever receives has heard of it."""
+        poller = select.poll()
+        poller.register(self._sock.fileno(), select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def abort(self) -> None:
         """Ends the connection under whoever sends or receives."""
         with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torpor.connectors.wire import Offer, WirePlace, WireSpec, from_wire, to_wire
@@ -51,6 +51,10 @@ class Geometry:
 
     def at(self, bases: Sequence[int]) -> Geometry:
         return Geometry(self.spec, tuple(bases), self.sizes, self.places)
+
+    def of_weights(self, model_id: str) -> Geometry:
+        """The same place, with KV of other weights in it."""
+        return replace(self, spec=replace(self.spec, model_id=model_id))
 
     def wire_places(self) -> list[WirePlace]:
         return [WirePlace(region=p.region, offset=p.offset) for p in self.places]

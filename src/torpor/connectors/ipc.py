@@ -15,13 +15,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from torpor._native import Import
+from torpor._native import BlockCopy, Import, Words
 from torpor.connectors import doors, gather
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = {"host": 8 << 20, "cuda": 1 << 30}  # between two looks at whether to go on: some 10 ms, and 3 over NVLink
+PIECE_BYTES = {"host": 8 << 20, "cuda": 512 << 20}  # between two looks at whether to go on: some 10 ms, and 1.5 over NVLink
 PATHS = {"host": "shared memory of one host", "cuda": "device memory of one host, mapped here"}
 
 
@@ -141,6 +140,10 @@ class IpcTransport(Transport):
         self.unpublish()
 
 
+Piece = tuple[Words, Words, int, Words, Words]
+"""Arguments of ``Device.copy_blocks``."""
+
+
 class IpcRemote(RemoteMemory):
     """A peer's extents, mapped here read-only."""
 
@@ -149,22 +152,45 @@ class IpcRemote(RemoteMemory):
     ) -> None:
         self._memory = memory
         self._block_bytes = ours.spec.block_bytes
-        self._dst, self._src = (np.array(side.arrays(), dtype=np.uint64) for side in (ours, theirs))
+        self._dst, self._src = (Words(array("Q", side.arrays())) for side in (ours, theirs))
+        self._limits = ours.spec.num_blocks, theirs.spec.num_blocks
         self._imports = imports
         self._fence = fence
         self._who = who
 
+    @property
+    def begins(self) -> bool:
+        return self._memory.device.copies_beside
+
+    def begin(self, request: BlockRead) -> IpcRead:
+        return IpcRead(self, request)
+
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
-        device, block_bytes = self._memory.device, self._block_bytes
-        local, remote = np.asarray(request.local, dtype=np.uint64), np.asarray(request.remote, dtype=np.uint64)
-        for arrays, blocks in gather.pieces(len(self._dst), len(local), block_bytes, PIECE_BYTES[device.driver]):
+        return self.begin(request).finish() if self.begins else self.copy(request)
+
+    def pieces(self, request: BlockRead) -> Iterator[Piece]:
+        """What one call of the device copies, after a look at whether to go on."""
+        block_bytes, most = self._block_bytes, PIECE_BYTES[self._memory.device.driver]
+        local, remote = Words(request.local), Words(request.remote)
+        for arrays, blocks in gather.pieces(len(self._dst), len(local), block_bytes, most):
             if request.stop():
-                raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
+                raise PeerError(f"the read from {self._who} was stopped", peer=self._who)
             if time.monotonic() > request.deadline:
                 raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
+            yield self._dst.part(arrays), self._src.part(arrays), block_bytes, local.part(blocks), remote.part(blocks)
+
+    def copy(self, request: BlockRead) -> int:
+        """Piece by piece; the bytes of all."""
+        for piece in self.pieces(request):
             with request.writing():
-                device.copy_blocks(self._dst[arrays], self._src[arrays], block_bytes, local[blocks], remote[blocks])
-        return len(local) * block_bytes * len(self._dst)
+                self._memory.device.copy_blocks(*piece, limits=self._limits)
+        return self.nbytes(request)
+
+    def begin_copy(self, piece: Piece) -> BlockCopy:
+        return self._memory.device.begin_copy_blocks(*piece, limits=self._limits)
+
+    def nbytes(self, request: BlockRead) -> int:
+        return len(request.local) * self._block_bytes * len(self._dst)
 
     def look(self, lease: int) -> tuple[Sequence[int], int]:
         return self._fence.look(lease)
@@ -185,10 +211,34 @@ class IpcRemote(RemoteMemory):
         return True
 
 
+class IpcRead:
+    """A read whose first piece the device copies while others run. Two pieces at most are on their way: the second begins before
+    the first is waited for, so the device is never idle in between."""
+
+    def __init__(self, remote: IpcRemote, request: BlockRead) -> None:
+        self._remote, self._request = remote, request
+        self._pieces = remote.pieces(request)
+        with contextlib.ExitStack() as writing:
+            writing.enter_context(request.writing())
+            self._first = remote.begin_copy(next(self._pieces))
+            self._writing = writing.pop_all()
+
+    def finish(self) -> int:
+        with self._writing, contextlib.ExitStack() as flying:
+            last = flying.enter_context(self._first)
+            self._request.meanwhile()
+            for piece in self._pieces:
+                following = flying.enter_context(self._remote.begin_copy(piece))
+                last.close()
+                last = following
+        return self._remote.nbytes(self._request)
+
+
 class IpcConnector(KVConnector):
     """Registered as ``ipc``. Options in ``extra``: ``socket_dir`` (the same on both engines) and those all transports have."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

@@ -15,7 +15,7 @@ from torpor.connectors.geometry import Geometry, of_offer
 from torpor.connectors.handshake import expect, greet
 from torpor.connectors.loads import Load
 from torpor.connectors.options import Options
-from torpor.connectors.transport import BlockRead, RemoteMemory, Target, Transport
+from torpor.connectors.transport import BlockRead, Reading, RemoteMemory, Target, Transport
 from torpor.errors import HandshakeError, PeerError, StaleEpochError
 from torpor.kvcache.types import Epoch
 
@@ -40,6 +40,7 @@ class Link:
         self._heartbeat_s = heartbeat_s
         self._stopping = threading.Event()  # no read begins any more
         self._using = threading.Lock()  # held by a read, and by whoever drops the import
+        self._begun: Reading | None = None  # holds it until ``read``
         self._thread = threading.Thread(target=self._listen, name=f"torpor-kv-link {channel.peer}", daemon=True)
         self._thread.start()
 
@@ -61,24 +62,52 @@ class Link:
         self._check(verdict, load)
         return True
 
+    def begin(self, load: Load, timeout_s: float) -> bool:
+        """``ready`` and the first part of ``read``, for the engine's thread: it waits for nothing. True: ``read`` of that load
+        must follow, on any thread. False: nothing was begun, and ``ready`` and ``read`` say why, if anything is wrong."""
+        if not (self._remote.begins and self._using.acquire(blocking=False)):
+            return False
+        try:
+            if (
+                self.alive
+                and len(load.remote) == len(load.local)
+                and heard(self._remote.look(load.lease)[0], self.epoch, load.lease) is Verdict.VALID
+            ):
+                self._begun = self._remote.begin(self._request(load, timeout_s))
+        except Exception as error:  # whatever it is, the puller's own attempt meets it too, and ends the load
+            logger.debug("the read of request %s is not begun at once: %s", load.request_id, error)
+        finally:
+            if self._begun is None:
+                self._using.release()
+        return self._begun is not None
+
     def read(self, load: Load, ours: Geometry, timeout_s: float) -> None:
-        """Fetches the blocks of a load that is ``ready`` and proves them right (P3). PeerError, StaleEpochError, TransportError,
-        LoadCancelled."""
-        load.check_against(ours, self.theirs, str(self))
-        with self._using:
-            self._check_alive()
-            request = BlockRead(
-                local=load.local,
-                remote=load.remote,
-                writing=load.writing,
-                stop=self._stopping.is_set,
-                deadline=time.monotonic() + timeout_s,
-                notice=lambda: wire.read_notice(load.lease, load.expected_word(self._key)),
-            )
-            moved = self._remote.read(request, lambda: self._confirm(load))
+        """Fetches the blocks of a load that is ``ready``, or has begun, and proves them right (P3). PeerError, StaleEpochError,
+        TransportError, LoadCancelled."""
+        with contextlib.ExitStack() as held:
+            begun, self._begun = self._begun, None
+            if begun is not None:
+                held.callback(self._using.release)
+                moved = begun.finish()
+            else:
+                load.check_against(ours, self.theirs, str(self))
+                held.enter_context(self._using)
+                self._check_alive()
+                moved = self._remote.read(self._request(load, timeout_s), lambda: self._confirm(load))
             self._confirm(load)
         self.bytes += moved
         self.reads += 1
+
+    def _request(self, load: Load, timeout_s: float) -> BlockRead:
+        return BlockRead(
+            local=load.local,
+            remote=load.remote,
+            writing=load.writing,
+            stop=lambda: self._stopping.is_set() or load.unwanted,
+            deadline=time.monotonic() + timeout_s,
+            notice=lambda: wire.read_notice(load.lease, load.expected_word(self._key)),
+            meanwhile=lambda: load.expected_word(self._key),
+        )
 
     def tell_done(self, load: Load) -> None:
         """The owner may let go. Told of a lease that it does not know yet, it would keep the blocks until the lease expires: so
@@ -115,9 +144,12 @@ class Link:
             raise PeerError(f"{self} has withdrawn its KV cache or is gone", peer=str(self))
 
     def _confirm(self, load: Load) -> None:
-        """What was read before this call is right: the owner still had that epoch mapped and that lease open, for this load."""
+        """What was read before this call is right: the owner lives, and still had that epoch mapped and that lease open, for this
+        load."""
         expected = load.expected_word(self._key)  # before the look: the look is what counts, and is the later the better
         self._check(judge(*self._remote.look(load.lease), self.epoch, load.lease, expected), load)
+        if self._channel.hung_up():  # a killed owner cleared no words
+            raise PeerError(f"{self} is gone", peer=str(self))
 
     def _check(self, verdict: Verdict, load: Load) -> None:
         if verdict is Verdict.VALID:

@@ -5,26 +5,27 @@ LMCache takes its buffer while the KV cache is registered, outside every pool: i
 sleeps. Nothing of the KV cache is registered with LMCache: it is handed the tensors for one copy at a time, and a release waits
 for copies under way. Names are those of ``offload``: other weights or another layout find nothing.
 
-With a remote, every new prompt is asked for there when its request begins, and the step loop waits for the answer
-(LMCache's ``blocking_timeout_secs``, 10). Whoever reaches that server can read and replace what is in it: a trusted network only.
+With a remote, every new prompt is asked for there when its request begins, and the step loop waits for the answer, on an ``lm://``
+server ``remote_timeout_s`` at most. What a remote gives back is believed when its seal is right (``lmcache_chunks``), which shows
+damage, not malice: whoever reaches that server can read and replace what is in it. A trusted network only.
+
+With ``pd_peer``, LMCache's P/D mode instead (``lmcache_pd``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torpor.connectors.base import FindsBy, KVConnector, KVConnectorScheduler, KVConnectorWorker, Reach, StoreStats
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.lmcache_engine import Engine, load_package
-from torpor.connectors.offload import block_bytes_of, root_of
-from torpor.connectors.options import read_options
+from torpor.connectors.lmcache_options import LMCacheOptions
 from torpor.connectors.store import Fetch, Save, Store, StoreScheduler, shared_store
+from torpor.connectors.store_names import Names, block_bytes_of
 from torpor.connectors.store_worker import StoreWorker
 from torpor.errors import BugError, ConfigurationError, TransportError
-from torpor.kvcache.prefix import HashChain
 from torpor.kvcache.types import KVCacheSpec
 
 if TYPE_CHECKING:
@@ -33,26 +34,6 @@ if TYPE_CHECKING:
     from torpor.memory import Memory
 
 logger = logging.getLogger(__name__)
-
-OPTIONS = {"host_bytes", "remote_url"}
-SCHEMES = ("lm://", "fs://")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LMCacheOptions:
-    host_bytes: int = 1 << 30
-    remote_url: str | None = None  # None: this process alone
-
-    @classmethod
-    def of(cls, config: ConnectorConfig) -> LMCacheOptions:
-        options = read_options(cls, config, OPTIONS)
-        if options.remote_url is not None and not options.remote_url.startswith(SCHEMES):
-            raise ConfigurationError(
-                f"remote_url {options.remote_url!r} must begin with one of {', '.join(SCHEMES)}",
-                setting="remote_url",
-                value=options.remote_url,
-            )
-        return options
 
 
 class LMCacheStore(Store):
@@ -63,7 +44,7 @@ class LMCacheStore(Store):
         self._engine_id = str(config.engine_id)
         self._options = LMCacheOptions.of(config)
         self._spec = spec
-        self._root = root_of(spec.model_id, spec)
+        self._names = Names(spec.model_id, spec)
         if self._options.host_bytes < 2 * block_bytes_of(spec):
             raise ConfigurationError(
                 f"host_bytes is {self._options.host_bytes}: there must be room for two blocks of {block_bytes_of(spec)} bytes",
@@ -71,7 +52,6 @@ class LMCacheStore(Store):
                 value=self._options.host_bytes,
             )
         self._engine: Engine | None = None
-        self._last: tuple[bytes, Sequence[int], list[bytes]] = (b"", (), [])
         self._failing = False
         self._saved = self._loaded = self._skipped = 0
 
@@ -82,22 +62,12 @@ class LMCacheStore(Store):
 
     def open(self, kv_caches: dict[str, torch.Tensor], memory: Memory) -> None:
         load_package()
-        self._engine = Engine(
-            f"torpor-{self._engine_id}", self._spec, kv_caches, self._options.host_bytes, self._options.remote_url
-        )
-
-    def names(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of the full blocks of a text, in order."""
-        size = self._spec.block_size
-        return list(HashChain().extend(self._root, token_ids, size, len(token_ids) // size))
+        name, options = f"torpor-{self._engine_id}", self._options
+        self._engine = Engine(name, self._spec, kv_caches, memory.device, options.host_bytes, options.remote)
 
     def held_tokens(self, token_ids: Sequence[int]) -> int:
-        root, tokens, names = self._last
-        if root != self._root or tokens != token_ids:
-            names = self.names(token_ids)
-            self._last = (self._root, token_ids, names)
         try:
-            held = self._live_engine.lookup(names)
+            held = self._live_engine.lookup(self._names.asked(token_ids))
         except TransportError as error:
             self._tell(error)
             return 0
@@ -111,7 +81,7 @@ class LMCacheStore(Store):
             logger.error("prompts are not looked up: %s", error)
 
     def save(self, save: Save) -> None:
-        names = self.names(save.token_ids)
+        names = self._names.of(save.token_ids)
         if save.version != self.version:
             return
         engine = self._live_engine
@@ -124,7 +94,7 @@ class LMCacheStore(Store):
     def load(self, fetch: Fetch, stop: Callable[[], bool]) -> int:
         if stop() or fetch.version != self.version:
             raise TransportError("nobody waits for it any more, or the weights have changed", transport=self.name)
-        arrived = self._live_engine.retrieve(self.names(fetch.token_ids), fetch.first_block, fetch.block_ids)
+        arrived = self._live_engine.retrieve(self._names.of(fetch.token_ids), fetch.first_block, fetch.block_ids)
         if arrived != len(fetch.block_ids):
             raise TransportError(f"{arrived} of {len(fetch.block_ids)} blocks arrived", transport=self.name)
         if fetch.version != self.version:
@@ -136,7 +106,8 @@ class LMCacheStore(Store):
         """Nothing has an old name any more; if LMCache does not give the memory back, it falls out in time."""
         if version == self.version:
             return
-        self.version, self._root = version, root_of(version, self._spec)
+        self.version = version
+        self._names.use(version)
         try:
             self._live_engine.clear_local()
         except TransportError as error:
@@ -164,16 +135,22 @@ class LMCacheStore(Store):
 
 
 class LMCacheConnector(KVConnector):
-    """Registered as ``lmcache``. Options in ``extra``: ``host_bytes``, ``remote_url``."""
+    """Registered as ``lmcache``. Options in ``extra``: those of ``LMCacheOptions``."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     guarded: ClassVar[bool] = False
     reach: ClassVar[Reach] = "engine"
     finds_by: ClassVar[FindsBy] = "tokens"
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
-        return SharedLMCacheConnector if LMCacheOptions.of(config).remote_url else LMCacheConnector
+        options = LMCacheOptions.of(config)
+        if options.peer is not None:
+            from torpor.connectors.lmcache_pd import PairLMCacheConnector
+
+            return PairLMCacheConnector.configured(config)
+        return SharedLMCacheConnector if options.remote is not None else LMCacheConnector
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

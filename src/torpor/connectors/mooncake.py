@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -29,10 +27,12 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.fence import FencePage
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.mooncake_engine import Engine, borrow_engine, check_protocol, load_package, return_engine
-from torpor.connectors.mooncake_reads import Handle, MooncakeRemote, Station, decode_handle, same_bytes
+from torpor.connectors.mooncake_reads import Handle, MooncakeRemote, Station, same_bytes
 from torpor.connectors.options import Options
+from torpor.connectors.pins import changing_pins
 from torpor.connectors.scheduler import PullScheduler
-from torpor.connectors.transport import Publication, RemoteMemory, TcpTransport
+from torpor.connectors.staged import StagedTransport
+from torpor.connectors.transport import Publication, RemoteMemory
 from torpor.connectors.wire import Offer
 from torpor.connectors.worker import PullWorker
 from torpor.errors import BugError, ConnectorError, TransportError
@@ -45,26 +45,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPTIONS = {"protocol", "device_name", "staging_bytes"}
-_unended: list[Station] = []  # with a read in flight when their transport closed: bytes may still land there
 
 
-class MooncakeTransport(TcpTransport):
+class MooncakeTransport(StagedTransport[Station]):
     name: ClassVar[str] = "mooncake"
-    imports_hold_memory: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, options: Options) -> None:
-        super().__init__(config)
+        super().__init__(config, options)
         check_protocol(options.protocol, options.device_name)
-        self._options = options
         self._where = (config.host, options.protocol, options.device_name)
         self._path = f"Mooncake, {options.protocol}"
         self._engine: Engine | None = None
-        self._memory: Memory  # from open() on
-        self._geometry: Geometry
         self._published: list[int] = []  # regions registered now
-        self._lock = threading.Lock()
-        self._spare: Station | None = None
-        self._set_aside: list[Station] = []
 
     @property
     def path(self) -> str:
@@ -72,16 +64,21 @@ class MooncakeTransport(TcpTransport):
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
         load_package()
-        self._geometry, self._memory = geometry, memory
-        if self._config.role != "producer":
-            self._spare = self._new_station()
-        if self._config.role != "consumer":
+        super().open(geometry, memory, fence)
+        if memory.device.driver != "host" and self._engine is not None:
+            self._prove(self._engine)
+
+    def _open_owner(self, fence: FencePage) -> None:
+        with changing_pins:
             before = pinned_bytes()
             self._engine = borrow_engine(*self._where)
             self._engine.register(fence.address, fence.nbytes)
             self._look_at_pins(pinned_bytes() - before)
-        if memory.device.driver != "host" and self._engine is not None:
-            self._prove(self._engine)
+
+    def _close_owner(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            return_engine(engine, *self._where)
 
     def _look_at_pins(self, pinned: int) -> None:
         """An RDMA region pins its pages; TCP pins none. Mooncake does not say which it took."""
@@ -125,37 +122,11 @@ class MooncakeTransport(TcpTransport):
             self._live_engine.unregister(self._published[-1])
             self._published.pop()
 
-    def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
-        handle = decode_handle(offer.blob, self._options.protocol, who)
-        with self._lock:
-            station, self._spare = self._spare, None
-        station = station or self._new_station()
-        return MooncakeRemote(self._memory, self._geometry, theirs, station, offer, handle, who, self._dispose)
-
-    def close(self) -> None:
-        try:
-            self.unpublish()
-        finally:
-            with self._lock:
-                stations = [*self._set_aside, *([self._spare] if self._spare is not None else [])]
-                self._spare, self._set_aside = None, []
-                _unended.extend(s for s in stations if not s.close())
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                return_engine(engine, *self._where)
+    def _reach(self, station: Station, offer: Offer, theirs: Geometry, who: str) -> RemoteMemory:
+        return MooncakeRemote(self._memory, self._geometry, theirs, station, offer, self._options.protocol, who, self._dispose)
 
     def _new_station(self) -> Station:
         return Station(self._config.host, self._geometry, self._options)
-
-    def _dispose(self, station: Station) -> bool:
-        """Closes a station, or sets it aside while a read of it is in flight. Whether it is closed."""
-        with self._lock:
-            stations, self._set_aside = [*self._set_aside, station], []
-            self._set_aside = [s for s in stations if not s.close()]
-            if station in self._set_aside:
-                logger.warning("a read does not end: its buffer is set aside (%d of them now)", len(self._set_aside))
-                return False
-            return True
 
     @property
     def _live_engine(self) -> Engine:
@@ -178,6 +149,7 @@ class MooncakeConnector(KVConnector):
     transports have."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

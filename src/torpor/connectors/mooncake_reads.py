@@ -6,24 +6,26 @@ import mmap
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torpor.connectors import staged
 from torpor.connectors.fence import HEADER_WORDS, WORD_BYTES, word_offset
 from torpor.connectors.geometry import Geometry
 from torpor.connectors.mooncake_engine import Engine, Flight, borrow_engine, return_engine
 from torpor.connectors.options import Options
-from torpor.connectors.transport import BlockRead, RemoteMemory
+from torpor.connectors.pins import changing_pins
+from torpor.connectors.staged import LOOK_TIMEOUT_S, Blocks, StagedRemote
+from torpor.connectors.transport import BlockRead
 from torpor.connectors.wire import Offer
-from torpor.errors import HandshakeError, PeerError, TransportError
+from torpor.errors import HandshakeError, TransportError
 
 if TYPE_CHECKING:
     from torpor.memory import Memory
 
-LOOK_TIMEOUT_S = 2.0
 _SEGMENT = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}")
 
 Addresses = npt.NDArray[np.uint64]
@@ -53,49 +55,40 @@ def decode_handle(blob: bytes, protocol: str, who: str) -> Handle:
     return handle
 
 
-class Station:
-    """Registered host memory outside every pool, and the engine it is registered with. Serves one peer at a time.
+class Station(staged.Station):
+    """In host memory, with the engine that it is registered with."""
 
-    staging:  array 0: slot 0 | slot 1 | ... | array 1: slot 0 | ...       (an array: K or V of one layer)
-    """
+    transport: ClassVar[str] = "mooncake"
 
     def __init__(self, host: str, ours: Geometry, options: Options) -> None:
-        import torch
-
-        self.block_bytes, self.arrays = ours.spec.block_bytes, 2 * ours.spec.num_layers
-        self.slots = max(1, min(ours.spec.num_blocks, options.staging_bytes // (self.arrays * self.block_bytes)))
+        super().__init__(ours, options.staging_bytes)
         self._where = (host, options.protocol, options.device_name)
-        self._staging = torch.empty(self.slots * self.arrays * self.block_bytes, dtype=torch.uint8)
-        self._page = mmap.mmap(-1, mmap.PAGESIZE)
-        self.words = np.frombuffer(self._page, dtype=np.uint64)
-        self.address = self._staging.data_ptr()
-        self.flight: Flight | None = None
-        self.engine: Engine | None = borrow_engine(*self._where)
-        self.engine.register(self.address, self._staging.nbytes)
-        self.engine.register(self.words.ctypes.data, mmap.PAGESIZE)
+        with changing_pins:
+            self.engine: Engine | None = borrow_engine(*self._where)
+            self.engine.register(self.address, self.nbytes)
+            self.engine.register(self.words.ctypes.data, mmap.PAGESIZE)
+
+    @property
+    def detached(self) -> bool:
+        return self.engine is None
 
     def fly(self, peer: str, local: Addresses, remote: Addresses, sizes: Addresses, deadline: float, who: str) -> None:
-        """Reads and waits. TransportError when it fails or does not end; in that case it stays in flight."""
+        """Reads, and waits as ``end`` does."""
         engine = self.engine
         if engine is None:
             raise TransportError(f"the way to {who} is closed", transport="mooncake")
-        self.flight = Flight(lambda: engine.read(peer, local.tolist(), remote.tolist(), sizes.tolist()))
-        if not self.flight.wait(deadline):
-            raise TransportError(f"a read from {who} did not end in time (read_timeout_s)", transport="mooncake")
-        self.flight = None
+        self.end(Flight(lambda: engine.read(peer, local.tolist(), remote.tolist(), sizes.tolist())), deadline, who)
 
-    def close(self) -> bool:
-        """False while a read is in flight: bytes may land here. Idempotent."""
-        if self.flight is not None and self.flight.in_flight:
-            return False
-        self.flight = None
+    def _give_up(self) -> bool:
         engine, self.engine = self.engine, None
         if engine is not None:
             return_engine(engine, *self._where)
         return True
 
 
-class MooncakeRemote(RemoteMemory):
+class MooncakeRemote(StagedRemote[Station]):
+    transport: ClassVar[str] = "mooncake"
+
     def __init__(
         self,
         memory: Memory,
@@ -103,27 +96,15 @@ class MooncakeRemote(RemoteMemory):
         theirs: Geometry,
         station: Station,
         offer: Offer,
-        handle: Handle,
+        protocol: str,
         who: str,
         dispose: Callable[[Station], bool],
     ) -> None:
-        self._memory, self._ours = memory, ours
+        """``protocol``: ours. HandshakeError for an offer of another, or of what is no handle."""
+        super().__init__(memory, ours, theirs, station, offer, who, dispose)
+        self._peer = decode_handle(offer.blob, protocol, who).segment
         self._arrays = np.array(theirs.arrays(), dtype=np.uint64)
-        self._station: Station | None = station
-        self._peer, self._who, self._dispose = handle.segment, who, dispose
-        self._fence, self._fence_slots = offer.fence_address, offer.fence_slots
-
-    def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
-        station = self._live_station()
-        local, remote = np.array(request.local, dtype=np.uint64), np.array(request.remote, dtype=np.uint64)
-        for start in range(0, len(local), station.slots):
-            if request.stop():
-                raise PeerError(f"{self._who} withdrew its KV cache during the read", peer=self._who)
-            part = slice(start, start + station.slots)
-            self._fetch(station, remote[part], request.deadline)
-            confirm()
-            self._store(station, local[part], request)
-        return len(local) * station.block_bytes * station.arrays
+        self._fence = offer.fence_address
 
     def look(self, lease: int) -> tuple[Sequence[int], int]:
         station = self._live_station()
@@ -136,12 +117,8 @@ class MooncakeRemote(RemoteMemory):
         values = station.words[: HEADER_WORDS + 1].tolist()
         return values[:HEADER_WORDS], values[HEADER_WORDS]
 
-    def close(self) -> bool:
-        station, self._station = self._station, None
-        return station is None or self._dispose(station)
-
-    def _fetch(self, station: Station, blocks: Addresses, deadline: float) -> None:
-        """Remote blocks into the first slots of every array; neighbours in one slice."""
+    def _fetch(self, station: Station, blocks: Blocks, request: BlockRead, last: bool) -> None:
+        """Neighbours go in one slice. Nothing tells the owner."""
         size = np.uint64(station.block_bytes)
         firsts = np.flatnonzero(np.diff(blocks, prepend=blocks[:1] + np.uint64(7)) != 1)
         counts = np.diff(firsts, append=len(blocks)).astype(np.uint64)
@@ -149,9 +126,9 @@ class MooncakeRemote(RemoteMemory):
         here = np.uint64(station.address) + array_starts + firsts.astype(np.uint64) * size
         there = self._arrays[:, None] + blocks[firsts] * size
         sizes = np.broadcast_to(counts * size, here.shape)
-        station.fly(self._peer, here.reshape(-1), there.reshape(-1), sizes.reshape(-1), deadline, self._who)
+        station.fly(self._peer, here.reshape(-1), there.reshape(-1), sizes.reshape(-1), request.deadline, self._who)
 
-    def _store(self, station: Station, blocks: Addresses, request: BlockRead) -> None:
+    def _store(self, station: Station, blocks: Blocks, request: BlockRead) -> None:
         size = np.uint64(station.block_bytes)
         slots = np.arange(len(blocks), dtype=np.uint64) * size
         for array, dst in enumerate(self._ours.arrays()):
@@ -159,11 +136,6 @@ class MooncakeRemote(RemoteMemory):
             spans = np.stack([np.uint64(dst) + blocks * size, src + slots, np.full(len(blocks), size, dtype=np.uint64)], axis=1)
             with request.writing():
                 self._memory.device.copy("to_device", spans)
-
-    def _live_station(self) -> Station:
-        if self._station is None or self._station.flight is not None:
-            raise TransportError(f"the way to {self._who} is closed", transport="mooncake")
-        return self._station
 
 
 def same_bytes(station: Station, peer: str, remote: int, right: Any) -> bool:

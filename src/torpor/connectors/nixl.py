@@ -12,8 +12,6 @@ import contextlib
 import itertools
 import logging
 import secrets
-import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from torpor.connectors.auth import is_loopback
@@ -25,11 +23,12 @@ from torpor.connectors.nixl_agent import UCX, Agent
 from torpor.connectors.nixl_probe import Probe, probe
 from torpor.connectors.nixl_reads import NixlRemote, Station, memory_kind
 from torpor.connectors.nixl_registrations import Registrations
+from torpor.connectors.nixl_settings import check_tls
 from torpor.connectors.nixl_tally import Tally
 from torpor.connectors.options import Options
-from torpor.connectors.pins import changing_pins
 from torpor.connectors.scheduler import PullScheduler
-from torpor.connectors.transport import Publication, RemoteMemory, TcpTransport
+from torpor.connectors.staged import StagedTransport
+from torpor.connectors.transport import Publication, RemoteMemory
 from torpor.connectors.wire import Offer
 from torpor.connectors.worker import PullWorker
 from torpor.errors import BugError, TransportError
@@ -40,32 +39,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_unended: list[Station] = []  # with a read in flight when their transport closed: destroying their agents could kill the owner
 
-
-class NixlTransport(TcpTransport):
+class NixlTransport(StagedTransport[Station]):
     name: ClassVar[str] = "nixl"
-    imports_hold_memory: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, options: Options) -> None:
         if config.engine_id is None:
             raise BugError("a connector's engine_id is chosen before its sides are made")
-        super().__init__(config)
-        self._options = options
+        super().__init__(config, options)
         # NIXL keeps what it knows of a name: a restarted engine must not meet it with its old one.
         self._agent_name = f"{config.engine_id}-{secrets.token_hex(4)}"
         self._numbers = itertools.count(1)
         self._agent: Agent | None = None
-        self._memory: Memory  # from open() on
-        self._geometry: Geometry
-        self._fence: FencePage
+        self._fence: FencePage  # from open() on
         self._unguarded = False  # while asleep the KV cache's range is a hole
         self._registrations: Registrations | None = None  # of self._agent
         self._tally = Tally()
-        self._lock = threading.Lock()
-        self._spare: Station | None = None
         self._probe: Probe | None = None
-        self._set_aside: list[Station] = []
 
     @property
     def path(self) -> str:
@@ -73,13 +63,12 @@ class NixlTransport(TcpTransport):
         return f"NIXL, {self._options.backend} {chosen}" + (f": {self._probe}" if self._probe is not None else "")
 
     def open(self, geometry: Geometry, memory: Memory, fence: FencePage) -> None:
-        self._geometry, self._memory, self._fence = geometry, memory, fence
-        self._unguarded = memory.device.driver != "host"
-        if self._config.role != "producer":
-            self._spare = self._new_station()
-        if self._config.role != "consumer":
-            self._agent = self._new_agent()
+        self._fence, self._unguarded = fence, memory.device.driver != "host"
+        super().open(geometry, memory, fence)
         self._measure()
+
+    def _open_owner(self, fence: FencePage) -> None:
+        self._agent = self._new_agent()
 
     def _measure(self) -> None:
         """Says once which way the bytes go. A probe that fails keeps nobody from starting: what it meets, a load would meet."""
@@ -115,18 +104,15 @@ class NixlTransport(TcpTransport):
         self._registrations.drop()
         self._registrations = None
         if self._unguarded:
-            self._agent.close()
-            self._agent = None
+            self._close_owner()
 
-    def attach(self, offer: Offer, theirs: Geometry, descriptors: Sequence[int], who: str) -> RemoteMemory:
-        with self._lock:
-            station, self._spare = self._spare, None
-        station = station or self._new_station()
-        try:
-            return NixlRemote(self._memory, self._geometry, theirs, station, offer, who, self._dispose)
-        except BaseException:
-            self._dispose(station)
-            raise
+    def _close_owner(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+
+    def _reach(self, station: Station, offer: Offer, theirs: Geometry, who: str) -> RemoteMemory:
+        return NixlRemote(self._memory, self._geometry, theirs, station, offer, who, self._dispose)
 
     def _kind(self) -> tuple[str, int]:
         return memory_kind(self._memory.device.driver, self._memory.config.device)
@@ -143,16 +129,6 @@ class NixlTransport(TcpTransport):
         name = f"{self._agent_name}-r{next(self._numbers)}"
         return Station(name, self._geometry, kind, device, self._options, self._tally)
 
-    def _dispose(self, station: Station) -> bool:
-        """Closes a station, or sets it aside while a read of it is in flight, or NIXL does not let its buffer go. Whether nothing
-        of it can reach the peer any more."""
-        with changing_pins, self._lock:  # in this order: a release holds the first
-            stations, self._set_aside = [*self._set_aside, station], []
-            self._set_aside = [s for s in stations if not s.close()]
-            if not station.detached:
-                logger.warning("a read does not end: its buffer is set aside (%d of them now)", len(self._set_aside))
-            return station.detached
-
     def take_notices(self) -> list[bytes]:
         """Nobody else takes them out of NIXL, where a peer could let them pile up."""
         if self._agent is None:
@@ -164,18 +140,6 @@ class NixlTransport(TcpTransport):
     def transfers(self) -> TransferStats:
         return self._tally.snapshot()
 
-    def close(self) -> None:
-        try:
-            self.unpublish()
-        finally:
-            with self._lock:
-                stations = [*self._set_aside, *([self._spare] if self._spare is not None else [])]
-                self._spare, self._set_aside = None, []
-                _unended.extend(s for s in stations if not s.close())
-            if self._agent is not None:
-                self._agent.close()
-                self._agent = None
-
 
 class NixlConnector(KVConnector):
     """Registered as ``nixl``. Options in ``extra``: ``ucx_tls``, ``backend``, ``staging_bytes``, and those all transports have.
@@ -185,6 +149,7 @@ class NixlConnector(KVConnector):
     """
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
@@ -207,4 +172,6 @@ class _AwakeOnly(NixlConnector):
 
 
 def _options(config: ConnectorConfig) -> Options:
-    return Options.of(config, known={"ucx_tls", "backend", "staging_bytes"})
+    options = Options.of(config, known={"ucx_tls", "backend", "staging_bytes"})
+    check_tls(options.ucx_tls)
+    return options

@@ -30,13 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torpor._native import share_system_verbs
+from torpor.connectors import nixl_settings
 from torpor.errors import ConnectorError, TransportError
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl")
 UCX = "UCX"
-UCX_SETTINGS = "RCACHE_ENABLE=n"
 PROGRESS_DELAY_US = 1000
 SPIN_S = 0.0005
 NAP_S = 0.0002
@@ -46,6 +46,7 @@ Indices = npt.NDArray[np.int32]
 
 _import_lock = threading.Lock()
 _patch_lock = threading.Lock()
+_taken: set[str | None] = set()  # what UCX started with in this process, so that is not what is wrong
 
 
 def load_package() -> Any:
@@ -97,13 +98,21 @@ class Agent:
     """One NIXL agent with its UCX backend. Used by one thread at a time. TransportError from every call that fails."""
 
     def __init__(self, name: str, *, serves: bool, tls: str | None, backend: str = UCX) -> None:
-        """``serves``: peers will read from memory registered here, so a thread of NIXL's makes progress for them."""
+        """``serves``: peers will read from memory registered here, so a thread of NIXL's makes progress for them.
+        ConfigurationError for a setting of UCX's that keeps the process's first agent from starting."""
         package = load_package()
-        settings = {"engine_config": UCX_SETTINGS + (f",TLS={tls}" if tls else "")} if backend == UCX else {}
-        with _translated(f"start an agent with backend {backend}"), _patient_progress(package):
-            config = package.nixl_agent_config(enable_prog_thread=serves, capture_telemetry=not serves, backends=[])
-            self._agent = package.nixl_agent(name, config)
-            self._agent.create_backend(backend, settings)
+        settings = {"engine_config": nixl_settings.engine_config(tls)} if backend == UCX else {}
+        try:
+            with _translated(f"start an agent with backend {backend}"), patient_progress(package):
+                config = package.nixl_agent_config(enable_prog_thread=serves, capture_telemetry=not serves, backends=[])
+                self._agent = package.nixl_agent(name, config)
+                self._agent.create_backend(backend, settings)
+        except TransportError as error:
+            wrong = nixl_settings.refused(tls) if backend == UCX and tls not in _taken else None
+            if wrong is None:
+                raise
+            raise wrong from error
+        _taken.add(tls)
         self.name = name
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: str, device: int) -> Any:
@@ -219,7 +228,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patient_progress(package: Any) -> Iterator[None]:
+def patient_progress(package: Any) -> Iterator[None]:
     """While an agent is made, its progress thread gets a delay. The Python class writes 0 and offers no argument for it."""
     bindings = getattr(sys.modules[package.nixl_agent.__module__], "nixlBind", None)
     plain = getattr(bindings, "nixlAgentConfig", None)

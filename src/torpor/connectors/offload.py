@@ -1,9 +1,8 @@
 """``offload``: KV of finished prompts is kept in host memory and, with a folder, on disk, and comes back when a prompt begins
 with the same tokens. It is one engine's own.
 
-A block's name is a digest over the version of the weights, the layout, the dtype, and all tokens up to the block's end: what is
-found under a name is right or does not exist. What is kept survives sleeps, and on disk the engine too. With other weights it has
-no name any more; its memory and files are given back.
+What is found under a block's name (``store_names``) is right or does not exist. What is kept survives sleeps, and on disk the
+engine too. With other weights it has no name any more; its memory and files are given back.
 
 Blocks are written to disk after they were copied to host memory. A block waits in host memory until its file is written; when all
 of that memory waits, blocks that arrive are not kept, and counted.
@@ -13,14 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,9 +31,9 @@ from torpor.connectors.offload_disk import DiskShelf
 from torpor.connectors.offload_host import HostShelf
 from torpor.connectors.options import read_options
 from torpor.connectors.store import Fetch, Save, Store, StoreScheduler, shared_store
+from torpor.connectors.store_names import Names, block_bytes_of
 from torpor.connectors.store_worker import StoreWorker
 from torpor.errors import ConfigurationError, TransportError
-from torpor.kvcache.prefix import HashChain
 from torpor.kvcache.types import KVCacheSpec
 
 if TYPE_CHECKING:
@@ -73,31 +70,18 @@ class OffloadOptions:
         return options
 
 
-def block_bytes_of(spec: KVCacheSpec) -> int:
-    """Of one block: K and V of all layers."""
-    return 2 * spec.num_layers * spec.block_bytes
-
-
-def root_of(version: str, spec: KVCacheSpec) -> bytes:
-    """Where names begin: other weights, another layout or another dtype give other names."""
-    layout = [spec.num_layers, spec.block_size, spec.num_kv_heads, spec.head_dim, spec.dtype]
-    told = json.dumps([version, *layout]).encode()
-    return blake2b(told, digest_size=32, person=b"torpor kv keep 1").digest()
-
-
 class OffloadStore(Store):
     name: ClassVar[str] = "offload"
 
     def __init__(self, options: OffloadOptions, spec: KVCacheSpec) -> None:
         super().__init__(spec.model_id)
         self._spec = spec
-        self._root = root_of(spec.model_id, spec)
+        self._names = Names(spec.model_id, spec)
         self._host = HostShelf(options.host_bytes, block_bytes_of(spec))
         self._step = max(1, PIECE_BYTES // self._host.block_bytes)  # blocks
         self._disk = (
             DiskShelf(Path(options.disk_dir).expanduser(), options.disk_bytes, block_bytes_of(spec)) if options.disk_dir else None
         )
-        self._last: tuple[bytes, Sequence[int], list[bytes]] = (b"", (), [])  # root, tokens, names: asked again while one waits
         self._arrays: npt.NDArray[np.uint64]  # addresses of block 0 of K and of V of every layer; from open() on
         self._memory: Memory
         self._writes: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -116,21 +100,12 @@ class OffloadStore(Store):
         self._memory = memory
         self._host.open(page_locked=memory.device.driver == "cuda")
         if self._disk is not None:
-            self._disk.open(self._root)
+            self._disk.open(self._names.root)
             self._writer = threading.Thread(target=self._write, name="torpor-kv-offload-disk", daemon=True)
             self._writer.start()
 
-    def names(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of the full blocks of a text, in order."""
-        size = self._spec.block_size
-        return list(HashChain().extend(self._root, token_ids, size, len(token_ids) // size))
-
     def held_tokens(self, token_ids: Sequence[int]) -> int:
-        root, tokens, names = self._last
-        if root != self._root or tokens != token_ids:
-            names = self.names(token_ids)
-            self._last = (self._root, token_ids, names)
-        held = sum(1 for _ in itertools.takewhile(self._has, names))
+        held = sum(1 for _ in itertools.takewhile(self._has, self._names.asked(token_ids)))
         return held * self._spec.block_size
 
     def _has(self, name: bytes) -> bool:
@@ -139,7 +114,7 @@ class OffloadStore(Store):
     # ---- out of the KV cache ----------------------------------------------------------------------------------------
 
     def save(self, save: Save) -> None:
-        names = self.names(save.token_ids)
+        names = self._names.of(save.token_ids)
         blocks = dict(zip(names, save.block_ids, strict=True))
         wanted = [name for name in names if not self._has(name)]
         # A block is worth nothing without those before it: the first that finds no room is the end.
@@ -187,7 +162,7 @@ class OffloadStore(Store):
     # ---- into the KV cache ------------------------------------------------------------------------------------------
 
     def load(self, fetch: Fetch, stop: Callable[[], bool]) -> int:
-        names = self.names(fetch.token_ids)
+        names = self._names.of(fetch.token_ids)
         pairs: list[tuple[bytes, int]] = list(zip(names[fetch.first_block :], fetch.block_ids, strict=True))
         for start in range(0, len(pairs), self._step):
             with self._at_hand(pairs[start : start + self._step]) as piece:
@@ -239,10 +214,11 @@ class OffloadStore(Store):
     def set_version(self, version: str) -> None:
         if version == self.version:
             return
-        self.version, self._root = version, root_of(version, self._spec)
+        self.version = version
+        self._names.use(version)
         self._host.clear()
         if self._disk is not None:
-            self._disk.use(self._root)
+            self._disk.use(self._names.root)
 
     def stats(self) -> StoreStats:
         host, disk = self._host, self._disk
@@ -283,6 +259,7 @@ class OffloadConnector(KVConnector):
     thread reads its KV cache, so its range needs no guard while it sleeps."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     guarded: ClassVar[bool] = False
     reach: ClassVar[Reach] = "engine"
     finds_by: ClassVar[FindsBy] = "tokens"

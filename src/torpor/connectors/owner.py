@@ -95,6 +95,11 @@ class Owner:
             self._epoch, self._publication = epoch, publication
             self._leases.open(epoch)
 
+    def compute_with(self, geometry: Geometry) -> None:
+        """KV is of other weights from now on: readers are examined by the new version. Called while released."""
+        with self._changed:
+            self._geometry = geometry
+
     def withdraw(self, deadline: float) -> None:
         """When it returns nobody reads and nobody holds anything. PeerError names whoever did not let go by the deadline (then
         ``serve`` anew). The order is the point: first the words, then the peers, then - the caller's - the memory. Idempotent."""

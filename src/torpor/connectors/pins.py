@@ -32,12 +32,19 @@ class PinWatch:
     def __init__(self, pinned: Callable[[], int] = pinned_bytes) -> None:
         self._pinned = pinned
         self._held = 0
+        self.tell: Callable[[int], None] = _nothing  # is told ``held_bytes`` whenever they may have changed
         self.explained_bytes = 0  # VmPin when all that a registration had pinned was seen to be gone: none of it is the KV cache
 
     @property
     def held_bytes(self) -> int:
         """Pinned by registrations and not seen to be unpinned."""
         return self._held
+
+    def explain(self) -> None:
+        """For an end that only reads, into memory of its own: what is pinned by now is no KV cache, but perhaps a buffer that is
+        set aside with a read in flight."""
+        with changing_pins:
+            self.explained_bytes = self._pinned()
 
     @contextlib.contextmanager
     def registering(self, nbytes: int) -> Iterator[None]:
@@ -54,6 +61,7 @@ class PinWatch:
             found = min(nbytes, max(0, self._held + self._pinned() - before))
             not_ours = whole and not self._held and found < nbytes  # it pins nothing: the transport's own memory has grown
             self._held = 0 if not_ours else found
+            self.tell(self._held)
 
     @contextlib.contextmanager
     def deregistering(self) -> Iterator[None]:
@@ -70,6 +78,7 @@ class PinWatch:
                 time.sleep(POLL_S)
         finally:
             self._held = max(0, self._held - max(0, before - self._pinned()))
+            self.tell(self._held)
         self.explained_bytes = self._pinned() if did_pin and not self._held else 0
         if self._held:
             raise TransportError(
@@ -78,6 +87,10 @@ class PinWatch:
                 transport="any",
                 bytes=self._held,
             )
+
+
+def _nothing(nbytes: int) -> None:
+    return
 
 
 class NoPins(PinWatch):

@@ -118,6 +118,10 @@ class Reader:
         for puller in self._pullers.values():
             puller.admit()
 
+    def compute_with(self, ours: Geometry) -> None:
+        """KV is of other weights from now on: owners are asked for that version. Called while released."""
+        self._ours = ours
+
     def close(self, deadline: float) -> None:
         self._released = True
         for puller in self._pullers.values():
@@ -139,7 +143,7 @@ class Reader:
             return puller
         if len(self._pullers) >= self._options.max_peers and not self._evict_one():
             return None
-        puller = Puller(target, self._connect, self._read, self._ended)
+        puller = Puller(target, self._connect, self._read, self._ended, self._begin)
         self._pullers[target] = puller
         return puller
 
@@ -155,6 +159,9 @@ class Reader:
 
     def _connect(self, target: Target) -> Link:
         return links.connect(target, self._engine_id, self._ours, self._transport, self._secret, self._options, self._heartbeat_s)
+
+    def _begin(self, link: Link, load: Load) -> bool:
+        return link.begin(load, self._options.read_timeout_s)
 
     def _read(self, link: Link, load: Load) -> None:
         before = link.bytes

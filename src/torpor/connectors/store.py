@@ -168,7 +168,7 @@ class StoreScheduler(KVConnectorScheduler):
         full = self._full_blocks(len(request.prompt_token_ids) - 1)
         if not self._looks_up or full <= num_computed_tokens:
             return 0, False
-        held = self._store.held_tokens(request.prompt_token_ids[:full])
+        held = self._held(request, full)
         if held <= num_computed_tokens:
             return 0, False
         self._ends[request.request_id] = held
@@ -179,6 +179,7 @@ class StoreScheduler(KVConnectorScheduler):
         if num_external_tokens == 0:
             return
         first = (end - num_external_tokens) // self._spec.block_size
+        end = (first + len(block_ids)) * self._spec.block_size  # as far as there are blocks for it
         fetch = {"token_ids": request.prompt_token_ids[:end], "version": self._store.version}
         self._loads.append(
             LoadRequest(request_id=request.request_id, local_block_ids=list(block_ids), params=fetch, first_block=first)
@@ -213,6 +214,10 @@ class StoreScheduler(KVConnectorScheduler):
         metadata = StoreMetadata(loads=self._loads, cancelled=self._cancelled, saves=self._store.take_orders())
         self._loads, self._cancelled = [], []
         return metadata
+
+    def _held(self, request: GenerationRequest, num_tokens: int) -> int:
+        """How many of the prompt's first ``num_tokens`` tokens the store has."""
+        return self._store.held_tokens(request.prompt_token_ids[:num_tokens])
 
     def _full_blocks(self, num_tokens: int) -> int:
         """Tokens of the full blocks among the first ``num_tokens``."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 import socket
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from torpor.connectors.auth import check_host, load_secret
 from torpor.connectors.base import TransferStats
@@ -26,8 +26,6 @@ from torpor.errors import BugError
 
 if TYPE_CHECKING:
     from torpor.memory import Memory
-
-BlockIds = Sequence[int] | npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +46,41 @@ class Target:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRead:
+class BlockRead(msgspec.Struct, frozen=True, kw_only=True):
     """``remote[i]`` of the peer's blocks goes to ``local[i]`` of ours. ``writing`` is entered around every write into our KV
     cache and raises once the load was cancelled."""
 
-    local: BlockIds
-    remote: BlockIds
+    local: array[int]  # of type "q", as the next one
+    remote: array[int]
     writing: Callable[[], AbstractContextManager[None]]
     stop: Callable[[], bool]  # true when the read should end early
     deadline: float  # time.monotonic()
     # For the owner when all has arrived, where the transport can take it along. Waits for the hash of the prompt.
     notice: Callable[[], bytes] = bytes
+    meanwhile: Callable[[], object] = bytes  # work of the caller's own, best done while bytes are on their way
+
+
+class Reading(Protocol):
+    """A read that has begun."""
+
+    def finish(self) -> int:
+        """The rest of ``RemoteMemory.read``, on any thread. Called once, whatever became of the load meanwhile: what has begun
+        counts as a write under way until then."""
+        ...
 
 
 class RemoteMemory(abc.ABC):
     """A peer's KV cache of one epoch, as far as we can reach it. Used by one thread at a time."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether ``begin`` is there."""
+        return False
+
+    def begin(self, request: BlockRead) -> Reading:
+        """Begins a read without waiting for anything: the engine's thread calls. Nobody has looked at whether the blocks lie in
+        both caches: it does, before anything is copied. What ``read`` raises."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
@@ -87,6 +104,8 @@ class Transport(abc.ABC):
 
     name: ClassVar[str]
     imports_hold_memory: ClassVar[bool]  # a peer's import keeps our pages from the device for as long as the peer keeps it
+    # What it reads arrives in memory of its own, outside every pool: the reader's KV cache is never made known to the device.
+    stages: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -91,6 +91,7 @@ class PullWorker(KVConnectorWorker):
             self._pins = NoPins()
             # All streams of the process, whichever the engine computes on; our own copies among them, which take milliseconds.
             self._settle = memory.device.synchronize
+        self._pins.tell = lambda nbytes: memory.note_pins(KV_TAG, self, nbytes)
         try:
             self._fence = FencePage(max(MIN_LEASE_SLOTS, spec.num_blocks))
             self._transport.open(self._geometry, memory, self._fence)
@@ -153,6 +154,21 @@ class PullWorker(KVConnectorWorker):
         for request_id in metadata.cancelled:
             self._live_reader.cancel(request_id)
 
+    def set_weights_version(self, version: str) -> None:
+        """Connections end with a release, so every peer meets the new version in its next handshake."""
+        if version == self._spec.model_id:
+            return
+        if self._may_be_held or self._geometry is None or self._reader is None:
+            raise StateError(
+                "the weights' version cannot change while peers are served under the old one: put kv_cache to sleep first",
+                state="registered" if self._registered else "new",
+            )
+        self._geometry = self._geometry.of_weights(version)
+        self._spec = self._geometry.spec
+        self._reader.compute_with(self._geometry)
+        if self._owner is not None:
+            self._owner.compute_with(self._geometry)
+
     def tell_when_finished(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
@@ -192,6 +208,9 @@ class PullWorker(KVConnectorWorker):
                 self._owner.withdraw(deadline)
                 self._registered = False
                 self._deregister(self._transport.unpublish)
+            elif self._transport.stages:
+                self._pins.explain()
+                self._tell_pins()
         except TorporError as error:
             error.fields["undo_failures"] = self._serve_again()
             raise
@@ -201,6 +220,9 @@ class PullWorker(KVConnectorWorker):
         """P4a. What the transport keeps pinned for itself is told to the memory layer, which knows pins by their sum only."""
         with self._pins.deregistering():
             let_go()
+        self._tell_pins()
+
+    def _tell_pins(self) -> None:
         if self._memory is not None:
             self._memory.explain_pins(self._pins.explained_bytes)
 

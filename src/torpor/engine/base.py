@@ -41,7 +41,7 @@ class EngineInfo:
     """Facts that hold from start-up on."""
 
     model_name: str
-    model_id: str
+    model_id: str  # the one that changes: with ``update_weights``
     dtype: str
     max_model_len: int
     num_blocks: int
@@ -87,6 +87,13 @@ class EngineClient(Protocol):
     async def resume(self) -> dict[str, Any]: ...
 
     async def release_kv_cache_memory(self) -> dict[str, Any]: ...
+
+    async def update_weights(self, model: str) -> dict[str, Any]:
+        """While the engine sleeps with its KV cache discarded (level 1 or 2): the next wake fills the weights from the checkpoint
+        ``model``, a folder or file as at start-up and of the same configuration. KV of the old weights is served to nobody any
+        more, and peers with other weights are refused. Blocks while files are hashed. ModelError, ConfigurationError, StateError:
+        nothing has changed."""
+        ...
 
     async def stats(self) -> dict[str, Any]:
         """{"state", "memory": MemoryStats, "scheduler": ..., "cache": ..., "connector": ... | None} as plain data."""

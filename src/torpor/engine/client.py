@@ -6,6 +6,7 @@ Both are used from the event loop they were started on, and behave alike: the sa
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 from collections import Counter
@@ -41,6 +42,7 @@ from torpor.engine.protocol import (
     Stats,
     ToClient,
     ToCore,
+    UpdateWeights,
     WakeUp,
 )
 from torpor.engine.pulse import Pulse
@@ -249,6 +251,11 @@ class EngineClientBase:
 
     async def release_kv_cache_memory(self) -> dict[str, Any]:
         return await self._call(ReleaseKVCache())
+
+    async def update_weights(self, model: str) -> dict[str, Any]:
+        report = await self._call(UpdateWeights(model=model))
+        self._info = dataclasses.replace(self.info, model_id=report["model_id"])
+        return report
 
     async def stats(self) -> dict[str, Any]:
         return await self._call(Stats())

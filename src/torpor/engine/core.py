@@ -54,6 +54,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._connector = connector
+        self._model_id = info.model_id
         self._threads = None if background else ThreadPoolExecutor(1, thread_name_prefix="torpor-memory")
         self._clock = clock
         self._started = clock()
@@ -71,6 +72,7 @@ class EngineCore:
             abort_all=self._abort_all,
             reset_cache=scheduler.kv.reset,
             publish=self._publish,
+            set_version=self.set_weights_version,
             on_state=self._state_changed,
             on_ready=on_ready,
             clock=clock,
@@ -140,13 +142,18 @@ class EngineCore:
     def release_kv_cache_memory(self) -> Ticket:
         return self._lifecycle.release_kv_cache_memory()
 
+    def update_weights(self, source: str) -> Ticket:
+        return self._lifecycle.update_weights(source)
+
     def set_weights_version(self, version: str) -> None:
         """Whoever wrote other weights into the pool says so: KV computed before is served to nobody any more, neither from the
-        prefix cache nor by a connector that keeps it (E6). StateError while a request holds blocks: pause with mode "keep", or
-        let them end."""
-        self._scheduler.kv.reset(version)
+        prefix cache nor by a connector that keeps it (E6), and peers with other weights are refused. StateError while a request
+        holds blocks, or while peers may read: put ``kv_cache`` to sleep before, and wake it after."""
+        self._scheduler.kv.reset(version)  # first: whatever fails after it costs a prefix cache, never an answer
+        self._executor.set_weights_version(version)
         if self._connector is not None:
             self._connector.set_weights_version(version)
+        self._model_id = version
 
     # ---- the step ------------------------------------------------------------------------------------------------------------
 
@@ -243,6 +250,7 @@ class EngineCore:
             self._connector_stats = self._executor.connector_stats()
         return EngineStats(
             state=self.state,
+            model_id=self._model_id,
             missing_tags=tuple(self._lifecycle.missing_tags(memory)),
             memory=memory,
             scheduler=self._scheduler.stats(),

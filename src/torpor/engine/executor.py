@@ -7,6 +7,7 @@ carry the operation's id, and every rank's reply is read before anything is rais
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torpor.connectors.base import ConnectorStats, KVConnector
@@ -24,6 +25,14 @@ Progress = Callable[[str, float], None]
 """Told (phase, fraction 0..1) while something long goes on."""
 
 WEIGHTS, KV_CACHE, RUNTIME, CUDA_GRAPH = "weights", "kv_cache", "runtime", "cuda_graph"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdate:
+    """A checkpoint that was found fit."""
+
+    model_id: str
+    take: Callable[[], None]  # from now on ``reload_weights`` reads it
 
 
 class Worker(Protocol):
@@ -61,6 +70,10 @@ class Worker(Protocol):
         ...
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput: ...
+
+    def prepare_update(self, source: str) -> WeightsUpdate:
+        """The checkpoint ``source``, if its weights can take the place of those loaded. Changes nothing."""
+        ...
 
     def reload_weights(self) -> None: ...
 
@@ -103,6 +116,15 @@ class Executor(Protocol):
 
     def refill_lost(self) -> list[str]:
         """Makes again, from its source, what a sleep discarded and is mapped now (weights, runtime). Returns those tags."""
+        ...
+
+    def update_weights(self, source: str) -> str:
+        """The next wake fills the weights from the checkpoint ``source``; what is left of the present ones is given up (M8).
+        Returns its ``model_id``. Blocks while files are hashed. ModelError, ConfigurationError: nothing has changed."""
+        ...
+
+    def set_weights_version(self, version: str) -> None:
+        """KV is computed with other weights: the worker connector tells its peers. StateError while it serves them."""
         ...
 
     def mark_valid(self, tag: str) -> None: ...
@@ -186,6 +208,17 @@ class UniprocExecutor:
             refill[tag]()
             self._worker.memory.mark_valid(tag)
         return lost
+
+    def update_weights(self, source: str) -> str:
+        update = self._worker.prepare_update(source)
+        # Before the new source is taken: if this fails, a wake still brings back weights of the version that everybody knows.
+        self._worker.memory.sleep({WEIGHTS: "discard"})
+        update.take()
+        return update.model_id
+
+    def set_weights_version(self, version: str) -> None:
+        if self._connector is not None:
+            self._connector.set_weights_version(version)
 
     def mark_valid(self, tag: str) -> None:
         self._worker.memory.mark_valid(tag)

@@ -1,6 +1,7 @@
 """The one place that orders sleep and wake (E2, E3, E6-E8).
 
     sleep   stop admission > quiesce > [memory transaction: connectors release, images, unmap] > indexes over lost content die
+    update  [new checkpoint checked and hashed, old images given up] > KV of the old weights is nobody's any more
     wake    [memory transaction: map, restore, connectors come back] > refill lost weights > metadata published > admission opens
 
 Everything here runs on the engine's loop thread and never blocks: a drain is looked at once per step, and the memory transaction
@@ -19,9 +20,9 @@ from typing import Any
 from torpor.engine.base import EngineState, SleepMode, SleepRequest
 from torpor.engine.executor import KV_CACHE, Executor
 from torpor.engine.lifecycle_parts import Background, Drain, Job, LifecycleScheduler, Queued, Work
-from torpor.engine.reports import paused_report, resumed_report, slept_report, wake_report
+from torpor.engine.reports import paused_report, resumed_report, slept_report, updated_report, wake_report
 from torpor.engine.sleep_plan import SleepPlan, SleepRules, check_tags
-from torpor.engine.tickets import Ticket, complete, fail, names, told
+from torpor.engine.tickets import Ticket, complete, fail, names, stopped, told
 from torpor.errors import BugError, EngineDeadError, HookError, SleepAborted, StateError, TorporError
 from torpor.memory.types import Content, MemoryStats, Residency, SleepReport, WakeReport
 
@@ -51,13 +52,15 @@ class Lifecycle:
         abort_all: Callable[[], None],
         reset_cache: Callable[[], None],
         publish: Callable[[], None],
+        set_version: Callable[[str], None] = lambda version: None,
         on_state: Callable[[EngineState], None] = lambda state: None,
         on_ready: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``abort_all`` ends every request; ``reset_cache`` empties the prefix cache (nothing is allocated then); ``publish``
-        gives the worker connector's handshake metadata to the scheduler side; ``on_ready`` is called, from another thread,
-        when a tick would find that a transaction has ended."""
+        gives the worker connector's handshake metadata to the scheduler side; ``set_version`` tells everybody who keeps or
+        moves KV what weights it is of; ``on_ready`` is called, from another thread, when a tick would find that a transaction
+        has ended."""
         self._scheduler = scheduler
         self._executor = executor
         self._rules = rules
@@ -65,6 +68,7 @@ class Lifecycle:
         self._abort_all = abort_all
         self._reset_cache = reset_cache
         self._publish = publish
+        self._set_version = set_version
         self._on_state = on_state
         self._on_ready = on_ready
         self._clock = clock
@@ -136,6 +140,10 @@ class Lifecycle:
 
     def resume(self) -> Ticket:
         return self._call(self._resume)
+
+    def update_weights(self, source: str) -> Ticket:
+        """The checkpoint that the next wake fills the weights from."""
+        return self._call(lambda ticket: self._update(source, ticket))
 
     def tick(self) -> None:
         """One look at what is under way. Call it once per step; never blocks."""
@@ -267,22 +275,9 @@ class Lifecycle:
             self._move(_S.ASLEEP)
         else:
             self._go_back(drain.origin)
-        return fail(drain.tickets, self._sleep_error(error))
-
-    def _sleep_error(self, error: BaseException) -> TorporError:
-        if isinstance(error, HookError) and self._state is not _S.ASLEEP:
-            hook, cause = error.fields.get("hook", "?"), error.__cause__
-            peer = cause.fields.get("peer", "") if isinstance(cause, TorporError) else ""
-            aborted = SleepAborted(
-                f"sleep stopped, nothing was unmapped: {error}",
-                reason="hook",
-                hook=hook,
-                waiting_for=peer,
-                state=self._state.value,
-            )
-            aborted.__cause__ = error
-            return aborted
-        return told(error, self._state.value)
+        state = self._state.value
+        nothing_unmapped = isinstance(error, HookError) and self._state is not _S.ASLEEP
+        return fail(drain.tickets, stopped(error, state) if nothing_unmapped else told(error, state))
 
     # ---- wake ----------------------------------------------------------------------------------------------------------------
 
@@ -347,6 +342,32 @@ class Lifecycle:
                     stats = self._memory = self._executor.memory_stats()
         self._publish()
         return self.missing_tags(stats)
+
+    # ---- weights -------------------------------------------------------------------------------------------------------------
+
+    def _update(self, source: str, ticket: Ticket) -> None:
+        self._check_alive("update_weights")
+        if self.in_transaction:
+            self._queue.append(Queued(lambda later: self._update(source, later), ticket))
+            return
+        self._rules.check_update(self._state, self.memory_stats())
+        started = self._clock()
+        self._move(
+            _S.SLEEPING,
+            lambda: self._executor.update_weights(source),
+            lambda future: self._updated(source, started, ticket, future),
+            [ticket],
+        )
+
+    def _updated(self, source: str, started: float, ticket: Ticket, future: Future[str]) -> None:
+        error = future.exception()
+        self._settle()
+        if error is None:
+            self._set_version(future.result())
+        self._move(_S.ASLEEP)
+        if error is not None:
+            return fail([ticket], told(error, self._state.value))
+        return complete([ticket], updated_report(self._state, source, future.result(), self._clock() - started))
 
     # ---- pause and resume ----------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,10 @@ class LLM:
     def release_kv_cache_memory(self) -> dict[str, Any]:
         return self._run(self._client.release_kv_cache_memory())
 
+    def update_weights(self, model: str) -> dict[str, Any]:
+        """Between ``sleep(level=2)`` and ``wake_up()``: the wake loads this checkpoint, of the same configuration, instead."""
+        return self._run(self._client.update_weights(model))
+
     def stats(self) -> dict[str, Any]:
         return self._run(self._client.stats())
 

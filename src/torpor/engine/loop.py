@@ -29,6 +29,7 @@ from torpor.engine.protocol import (
     Stats,
     ToClient,
     ToCore,
+    UpdateWeights,
     WakeUp,
 )
 from torpor.engine.reports import plain
@@ -152,12 +153,13 @@ class CoreLoop:
             self._channel.send(Reply(id=call, result=ticket.result()))
 
 
-def _ticket(core: EngineCore, operation: Sleep | WakeUp | Pause | Resume | ReleaseKVCache) -> Ticket:
+def _ticket(core: EngineCore, operation: Sleep | WakeUp | Pause | Resume | ReleaseKVCache | UpdateWeights) -> Ticket:
     calls: dict[type[Any], Callable[[Any], Ticket]] = {
         Sleep: lambda op: core.sleep(op.request),
         WakeUp: lambda op: core.wake_up(op.tags),
         Pause: lambda op: core.pause(op.mode),
         Resume: lambda op: core.resume(),
         ReleaseKVCache: lambda op: core.release_kv_cache_memory(),
+        UpdateWeights: lambda op: core.update_weights(op.model),
     }
     return calls[type(operation)](operation)

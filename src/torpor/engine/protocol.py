@@ -42,6 +42,10 @@ class ReleaseKVCache(_Message, tag="release_kv_cache", frozen=True, kw_only=True
     pass
 
 
+class UpdateWeights(_Message, tag="update_weights", frozen=True, kw_only=True):
+    model: str
+
+
 class Stats(_Message, tag="stats", frozen=True, kw_only=True):
     pass
 
@@ -54,7 +58,7 @@ class Shutdown(_Message, tag="shutdown", frozen=True, kw_only=True):
     pass
 
 
-Operation: TypeAlias = Sleep | WakeUp | Pause | Resume | ReleaseKVCache | Stats | Ping | Shutdown
+Operation: TypeAlias = Sleep | WakeUp | Pause | Resume | ReleaseKVCache | UpdateWeights | Stats | Ping | Shutdown
 
 # ---- client to core -----------------------------------------------------------------------------------------------------------
 

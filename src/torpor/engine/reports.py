@@ -7,6 +7,7 @@
                               missing_tags, refilled_tags, tags: [{tag, mapped_bytes, restored_bytes, content, noop}]
     pause                     operation, state, mode, noop, reason, seconds, phases_s
     resume                    the same without mode
+    update_weights            operation, state, model, model_id, seconds
 
 ``seconds`` is the time from the call to its end; ``phases_s`` says where it went (``drain``, then the memory layer's phases), and
 ``hooks_s`` what of it each hook took: a connector's release before the unmap, its registration after the map.
@@ -84,6 +85,16 @@ def resumed_report(state: EngineState, *, reason: str | None) -> dict[str, Any]:
         "reason": reason,
         "seconds": 0.0,
         "phases_s": {},
+    }
+
+
+def updated_report(state: EngineState, model: str, model_id: str, seconds: float) -> dict[str, Any]:
+    return {
+        "operation": "update_weights",
+        "state": state.value,
+        "model": model,
+        "model_id": model_id,
+        "seconds": seconds,
     }
 
 

@@ -9,11 +9,12 @@ from typing import Literal, cast
 
 from torpor.connectors.base import KVConnector
 from torpor.connectors.config import ConnectorConfig
-from torpor.engine.base import LEVELS, SLEEP_MODES, SleepMode, SleepRequest
+from torpor.engine.base import LEVELS, SLEEP_MODES, EngineState, SleepMode, SleepRequest
 from torpor.engine.config import SleepConfig
+from torpor.engine.executor import KV_CACHE
 from torpor.engine.kv_connector import refusal
-from torpor.errors import ConfigurationError, UnknownTagError
-from torpor.memory.types import POLICIES, Policy
+from torpor.errors import ConfigurationError, ConnectorError, StateError, UnknownTagError
+from torpor.memory.types import POLICIES, Content, MemoryStats, Policy, Residency
 
 Operation = Literal["sleep", "pause", "release_kv_cache"]
 
@@ -45,6 +46,7 @@ class SleepRules:
 
     config: SleepConfig
     unsupported_connector: str | None = None  # the name of a connector that cannot follow the KV cache's mapping (E4)
+    fixed_connector: str | None = None  # the name of one that takes the weights for unchanging
 
     def plan(self, request: SleepRequest, known_tags: Collection[str], operation: Operation = "sleep") -> SleepPlan:
         """ConfigurationError or UnknownTagError naming what is wrong; ConnectorError when the connector forbids it (E4)."""
@@ -60,6 +62,30 @@ class SleepRules:
         )
         self._allow(plan)
         return plan
+
+    def check_update(self, state: EngineState, memory: MemoryStats) -> None:
+        """Before other weights are taken. StateError unless the engine sleeps and no KV of the present ones is left in it;
+        ConnectorError where the connector would go on taking old KV for new."""
+        if self.fixed_connector is not None:
+            raise ConnectorError(
+                f"update_weights: connector {self.fixed_connector!r} does not declare supports_weight_updates (it would hand KV "
+                "of the old weights to the new ones): start the engine anew, or use a connector that does",
+                connector=self.fixed_connector,
+                setting="kv_connector",
+            )
+        if state is not EngineState.ASLEEP:
+            raise StateError(
+                f"update_weights: the engine is {state.value}; put it to sleep first, with level 2: that keeps no copy of the "
+                "old weights",
+                state=state.value,
+            )
+        for tag in memory.tags:
+            if tag.tag == KV_CACHE and not (tag.residency is Residency.ASLEEP and tag.content is Content.LOST):
+                raise StateError(
+                    f"update_weights: {KV_CACHE} is {tag.residency.value} and its content {tag.content.value}: KV of the old "
+                    "weights must be gone, put it to sleep with the policy 'discard' (levels 1 and 2 do)",
+                    state=state.value,
+                )
 
     def _policies(self, request: SleepRequest, known_tags: Collection[str]) -> dict[str, Policy]:
         if request.policies is None:
@@ -97,8 +123,14 @@ class SleepRules:
 
 def sleep_rules(config: SleepConfig, connector: tuple[type[KVConnector], ConnectorConfig] | None) -> SleepRules:
     """The rules of an engine with this connector, if any."""
-    follows = connector is None or connector[0].supports_sleep_mode
-    return SleepRules(config=config, unsupported_connector=None if follows or connector is None else connector[1].connector)
+    if connector is None:
+        return SleepRules(config=config)
+    kind, name = connector[0], connector[1].connector
+    return SleepRules(
+        config=config,
+        unsupported_connector=None if kind.supports_sleep_mode else name,
+        fixed_connector=None if kind.supports_weight_updates else name,
+    )
 
 
 def check_tags(tags: Collection[str], known_tags: Collection[str]) -> None:

@@ -14,6 +14,7 @@ class EngineStats:
     """A snapshot. ``memory`` is from before the transaction while the engine is on its way to sleep or awake."""
 
     state: EngineState
+    model_id: str  # architecture@hash of configuration and weights; changes with update_weights
     missing_tags: tuple[str, ...]  # pools that keep the engine from serving
     memory: MemoryStats
     scheduler: SchedulerStats

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from torpor.errors import BugError, TorporError
+from torpor.errors import BugError, SleepAborted, TorporError
 
 Report: TypeAlias = dict[str, Any]
 Ticket: TypeAlias = "Future[Report]"
@@ -31,6 +31,16 @@ def told(error: BaseException, state: str) -> TorporError:
         error = wrapped
     error.fields.setdefault("state", state)
     return error
+
+
+def stopped(error: BaseException, state: str) -> SleepAborted:
+    """A hook has stopped a sleep before anything was unmapped."""
+    peer = error.__cause__.fields.get("peer", "") if isinstance(error.__cause__, TorporError) else ""
+    hook = error.fields.get("hook", "?") if isinstance(error, TorporError) else "?"
+    message = f"sleep stopped, nothing was unmapped: {error}"
+    aborted = SleepAborted(message, reason="hook", hook=hook, waiting_for=peer, state=state)
+    aborted.__cause__ = error
+    return aborted
 
 
 def names(request_ids: Sequence[str], limit: int = 8) -> str:

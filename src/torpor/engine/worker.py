@@ -11,6 +11,7 @@ import torch
 
 from torpor.connectors.base import ConnectorMetadata, KVConnectorWorker, works_by_layer
 from torpor.engine.config import EngineConfig
+from torpor.engine.executor import WeightsUpdate
 from torpor.engine.gpu import follow_memory, gpu_facts, kv_budget_bytes, let_go, use_gpu
 from torpor.engine.graphs import GraphRunner, graph_obstacle
 from torpor.engine.inputs import StepInputs
@@ -19,7 +20,7 @@ from torpor.errors import ConfigurationError, StateError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import AheadReport, Memory, SharingReport
-from torpor.models import LoadedModel, ResolvedModel, load_model
+from torpor.models import LoadedModel, ResolvedModel, load_model, resolve_update
 from torpor.models.hardware import available_memory_bytes, usable_cores
 from torpor.models.loader import RUNTIME_TAG, WEIGHTS_TAG
 from torpor.scheduler.output import RunnerOutput, SchedulerOutput
@@ -223,6 +224,17 @@ class Worker:
         return dataclasses.replace(
             result, finished_sending=finished.sending, finished_recving=finished.recving, failed_recving=finished.failed
         )
+
+    def prepare_update(self, source: str) -> WeightsUpdate:
+        """The checkpoint ``source``, if its weights can take the place of those loaded: ModelError, ConfigurationError. Changes
+        nothing; blocks while files are hashed."""
+        resolved = resolve_update(self.resolved, self.config.model, source)
+
+        def take() -> None:
+            self.model.use_weights(resolved)
+            self.resolved = resolved
+
+        return WeightsUpdate(resolved.model_id, take)
 
     def reload_weights(self) -> None:
         """Fill ``weights`` from the model's source again, after a wake that left it lost, and mark it valid (level 2)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from dataclasses import dataclass
 from typing import NewType
@@ -30,6 +31,7 @@ class Epoch:
         return f"{self.boot}.{self.counter}"
 
     @classmethod
+    @functools.lru_cache(maxsize=64)  # every load of a peer names the same one
     def parse(cls, text: str) -> Epoch:
         """ValueError for anything ``str`` did not make."""
         boot, _, counter = text.partition(".")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torpor.memory.ledger import ExportLedger
-from torpor.memory.procfs import Inode, command_of, open_memfds, pinned_bytes, processes, read_mappings
+from torpor.memory.procfs import Inode, command_of, open_memfds, processes, read_mappings
 from torpor.memory.segment import Segment
 from torpor.memory.types import Holder
 
@@ -27,7 +27,7 @@ class Traces:
     mapping: int
     extents: dict[Segment, tuple[tuple[Inode, int], ...]]  # of segments that other processes may have
     exported: frozenset[Segment]
-    pinned_at_map: int  # VmPin then; or later, when a hook explained what was pinned
+    pinned_at_map: int  # unexplained bytes of VmPin then; or later, when a hook explained what was pinned
     exportable: bool
 
 
@@ -46,10 +46,9 @@ def take_traces(tag: str, mapping: int, exportable: bool, segments: Sequence[Seg
     return Traces(tag=tag, mapping=mapping, extents=extents, exported=exported, pinned_at_map=pinned, exportable=exportable)
 
 
-def account(
-    traces: Sequence[Traces], unmapped: dict[str, list[Segment]], ledger: ExportLedger, on_host: bool
-) -> dict[str, Account]:
-    """Per tag. What cannot be shown to be back is not counted as returned."""
+def account(traces: Sequence[Traces], unmapped: dict[str, list[Segment]], ledger: ExportLedger, pins: int) -> dict[str, Account]:
+    """Per tag. What cannot be shown to be back is not counted as returned. ``pins``: of this process, less what is known to be
+    memory of other tags."""
     sizes = {inode: size for t in traces for s, pieces in t.extents.items() if not s.mapped for inode, size in pieces if inode[1]}
     found = _find_holders(sizes)
     attributed = 0
@@ -59,7 +58,7 @@ def account(
         segments = unmapped[trace.tag]
         total = sum(s.nbytes for s in segments)
         held, holders = _held_by_others(trace, segments, found, sizes, ledger)
-        growth = max(0, pinned_bytes() - trace.pinned_at_map - attributed) if on_host else 0
+        growth = max(0, pins - trace.pinned_at_map - attributed)
         pinned = min(growth, max(0, total - held))
         if pinned:
             holders.append(Holder(who=f"pinned by this process (pid {os.getpid()})", bytes=pinned))

@@ -124,6 +124,14 @@ class Memory:
         or the next."""
         self._shared.explained_pins = max(self._shared.explained_pins, nbytes)
 
+    def note_pins(self, tag: str, who: object, nbytes: int) -> None:
+        """``who`` has seen its registration of the tag pin so many bytes (0: none any more). When another tag sleeps, they are
+        not taken for what is missing of that one: pins are known by their sum only (VmPin)."""
+        if nbytes:
+            self._shared.known_pins[tag, who] = nbytes
+        else:
+            self._shared.known_pins.pop((tag, who), None)
+
     def mark_valid(self, tag: str) -> None:
         """The owner has filled a tag that was lost. StateError while it is not resident."""
         with self._shared.structure():

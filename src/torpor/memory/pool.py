@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torpor.errors import ConfigurationError, DeviceError, StateError
 from torpor.memory import tensors
 from torpor.memory.layout import round_up
-from torpor.memory.procfs import pinned_bytes
 from torpor.memory.segment import ALIGN_BYTES, Segment
 from torpor.memory.settings import PoolSettings
 from torpor.memory.shared import Shared
@@ -308,7 +307,7 @@ class Pool:
             guarded=bool(self.settings.guarded),
             name=self.tag,
         )
-        segment = Segment(self, region, shared, pinned_bytes())
+        segment = Segment(self, region, shared, self._shared.unexplained_pins())
         with self._shared.view:
             self.segments = (*self.segments, segment)
         self.slept = False

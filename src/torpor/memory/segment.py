@@ -35,7 +35,7 @@ class Segment:
         self.nbytes: int = region.nbytes
 
     def note_mapped(self, pinned_bytes: int) -> None:
-        """Fresh memory: pins and forks of before cannot hold it."""
+        """Fresh memory: pins (``Shared.unexplained_pins``) and forks of before cannot hold it."""
         self.pinned_at_map = pinned_bytes
         self.forks_at_map = fork_count()
 

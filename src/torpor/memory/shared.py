@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torpor._native import Device
@@ -13,7 +13,7 @@ from torpor.memory.backing import Backing
 from torpor.memory.config import MemoryConfig
 from torpor.memory.hooks import Hooks
 from torpor.memory.images import ImageStore
-from torpor.memory.procfs import usable_cores
+from torpor.memory.procfs import pinned_bytes, usable_cores
 from torpor.memory.segment import Deaths
 
 if TYPE_CHECKING:
@@ -46,9 +46,14 @@ class Shared:
         self.closed = False
         self.torch: tuple[TorchMemory, ...] = ()  # of pools that torch allocates in; replaced, never changed
         self.explained_pins = 0  # bytes; see Memory.explain_pins
+        self.known_pins: dict[tuple[str, object], int] = {}  # by tag and who registered it; see Memory.note_pins
         self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
         self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
+
+    def unexplained_pins(self, leaving: Collection[str] = ()) -> int:
+        """Of VmPin, what is not known to be memory of a tag that stays mapped. ``leaving``: tags that do not."""
+        return pinned_bytes() - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
 
     @property
     def on_host(self) -> bool:

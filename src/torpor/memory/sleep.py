@@ -86,7 +86,9 @@ class Sleep:
         self._unmap(unmaps, released)
         self._drop_images()
         with self._phases("account"):
-            accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._shared.on_host)
+            unmapped = {m.pool.tag: m.unmapped for m in unmaps}
+            pinned = self._shared.unexplained_pins(unmapped) if self._shared.on_host else 0
+            accounts = account(traces, unmapped, self._ledger, pinned)
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
         return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torpor._native import Region, TorchMode, TorchSlot
 from torpor.errors import BugError, StateError, TorporError
 from torpor.memory.mempools import MemPools, TorchBackend
-from torpor.memory.procfs import pinned_bytes
 from torpor.memory.segment import Segment
 from torpor.memory.torch_cuda import TorchCuda
 
@@ -83,7 +82,8 @@ class TorchMemory:
         return born
 
     def _segment(self, region: Region) -> Segment:
-        segment = Segment(self.pool, region, shared=False, pinned_at_map=pinned_bytes(), by_torch=True)
+        pinned = self.pool._shared.unexplained_pins()
+        segment = Segment(self.pool, region, shared=False, pinned_at_map=pinned, by_torch=True)
         segment.layout.allocate(region.nbytes)  # where in it torch's tensors lie is not known: all of it counts
         self._segments[segment.address] = segment
         return segment

@@ -14,7 +14,6 @@ from torpor.errors import TorporError
 from torpor.memory.clock import Phases
 from torpor.memory.hooks import HookFailure, restore_error
 from torpor.memory.pool import Pool
-from torpor.memory.procfs import pinned_bytes
 from torpor.memory.segment import Segment
 from torpor.memory.shared import Shared
 from torpor.memory.types import Content, Residency, TagWakeReport, WakeReport
@@ -126,7 +125,7 @@ class Wake:
 
     def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
-        pinned = pinned_bytes()
+        pinned = self._shared.unexplained_pins()
         for rise in rises:
             for segment in rise.pool.segments:
                 segment.stale = False

@@ -13,10 +13,17 @@ from torpor.models.config import ModelConfig
 if TYPE_CHECKING:
     from torpor.models.loader import LoadedModel, load_model
     from torpor.models.source import ResolvedModel, resolve_model
+    from torpor.models.update import resolve_update
 
-__all__ = ["LoadedModel", "ModelConfig", "ResolvedModel", "load_model", "resolve_model"]
+__all__ = ["LoadedModel", "ModelConfig", "ResolvedModel", "load_model", "resolve_model", "resolve_update"]
 
-_LAZY = {"LoadedModel": "loader", "load_model": "loader", "ResolvedModel": "source", "resolve_model": "source"}
+_LAZY = {
+    "LoadedModel": "loader",
+    "load_model": "loader",
+    "ResolvedModel": "source",
+    "resolve_model": "source",
+    "resolve_update": "update",
+}
 
 
 def __getattr__(name: str) -> Any:

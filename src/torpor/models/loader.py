@@ -77,6 +77,11 @@ class LoadedModel:
         with torch.no_grad():
             self._source.fill(self._weights)
 
+    def use_weights(self, resolved: ResolvedModel) -> None:
+        """The next ``reload_weights`` reads this checkpoint, which ``resolve_update`` found fit."""
+        self._source = choose_source(resolved, self.module, self._weights)
+        self.resolved = resolved
+
     def reset_buffers(self) -> None:
         """Compute the buffers in ``runtime`` again, in place: after a sleep that discarded them."""
         with torch.no_grad():

@@ -27,7 +27,7 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 MAX_LAYERS = 4096
 # Entries of config.json that differ between equal models.
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+VOLATILE = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,10 @@ def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str, str | N
     if source.startswith(_BUILTIN_PREFIX):
         name = source.removeprefix(_BUILTIN_PREFIX)
         return _convert(_builtin_file(name), name, config, progress)
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    path, exists = _look_up(source)
+    if exists and path.suffix == ".gguf" and path.is_file():
         return _convert(path.resolve(), path.stem, config, progress)
-    if not path.exists():
+    if not exists:
         raise ModelError(
             f"model {source!r}: no such file or folder. Give a Hugging Face folder, a .gguf file or "
             f"{', '.join(_BUILTIN_PREFIX + name for name in _BUILTINS)}; nothing is downloaded",
@@ -97,6 +97,15 @@ def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str, str | N
         raise ModelError(f"model {source!r}: the folder has no config.json", path=source)
     path = path.resolve()
     return path, path.name, None
+
+
+def _look_up(source: str) -> tuple[Path, bool]:
+    """ModelError for what the system cannot even look for: names that are too long, ``~`` of nobody, folders that are closed."""
+    try:
+        path = Path(source).expanduser()
+        return path, path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"model {reprlib.repr(source)}: {error}", path=source) from error
 
 
 def _builtin_file(name: str) -> Path:
@@ -150,7 +159,7 @@ def _needs_trust(folder: Path) -> ModelError:
 
 
 def _model_id(raw: dict[str, Any], content: str) -> str:
-    stable = {key: value for key, value in raw.items() if key not in _VOLATILE}
+    stable = {key: value for key, value in raw.items() if key not in VOLATILE}
     text = json.dumps(stable, sort_keys=True) + content
     return f"{raw.get('model_type', 'model')}@{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 

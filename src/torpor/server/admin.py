@@ -1,4 +1,4 @@
-"""Admin routes: sleep, wake, pause, release, and the engine's stats. Names and parameters as in vLLM, where it has them."""
+"""Admin routes: sleep, wake, pause, release, new weights, stats. Names and parameters as in vLLM, where it has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from torpor.engine.base import EngineState, SleepMode, SleepRequest
-from torpor.errors import RequestError
+from torpor.errors import ModelError, RequestError
 from torpor.memory.types import Policy
 from torpor.server.auth import admin_door
 from torpor.server.context import ServerContext
@@ -46,6 +46,13 @@ class SleepBody(BaseModel):
     mode: SleepMode | None = None
     deadline_s: float | None = Field(None, gt=0, le=86400)
     policies: Annotated[dict[str, Policy], BeforeValidator(check_few)] | None = Field(None, min_length=1)
+
+
+class UpdateBody(BaseModel):
+    """``model``: a folder or a .gguf file, as at start-up, on the server's machine."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model: str = Field(min_length=1, max_length=4096)
 
 
 class WakeQuery(QueryModel):
@@ -87,6 +94,16 @@ def admin_routes(context: ServerContext) -> APIRouter:
         """Drops the KV cache and gives its memory back; weights stay."""
         with context.metrics.operation("release_kv_cache_memory"):
             return await context.client.release_kv_cache_memory()
+
+    @routes.post("/update_weights", dependencies=alive, responses=failures)
+    async def update_weights(query: Annotated[NoQuery, Query()], body: UpdateBody) -> dict[str, Any]:
+        """While asleep: names the checkpoint that the next ``/wake_up`` loads instead of the present weights. Of the same
+        configuration; KV of the old weights is served to nobody any more. Sleep with level 2 before, so that no copy is kept."""
+        with context.metrics.operation("update_weights"):
+            try:
+                return await context.client.update_weights(body.model)
+            except ModelError as error:  # the caller's file, not the server's
+                raise RequestError(str(error), param="model") from error
 
     @routes.post("/pause", dependencies=alive, responses=failures)
     async def pause(query: Annotated[PauseQuery, Query()]) -> dict[str, Any]:

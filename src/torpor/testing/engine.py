@@ -7,6 +7,7 @@ weights and stale KV give another text, as with a real model, and the same promp
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,10 +29,11 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.engine.base import EngineState
 from torpor.engine.config import EngineConfig
 from torpor.engine.core import EngineCore
-from torpor.engine.executor import UniprocExecutor
+from torpor.engine.executor import UniprocExecutor, WeightsUpdate
 from torpor.engine.kv_connector import choose_connector
 from torpor.engine.lifecycle_parts import Background
 from torpor.engine.startup import bring_up
+from torpor.errors import ModelError
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
 from torpor.memory import Memory, MemoryConfig
 from torpor.models.source import ResolvedModel
@@ -117,7 +119,18 @@ class FakeWorker:
         progress("loading weights", 1.0)
 
     def _fill(self) -> None:
-        self.weights.copy_((torch.arange(PERIOD, dtype=torch.float32) * 7919 + 13) % 1009)
+        version = int(self._model_id.partition("@")[2])
+        self.weights.copy_((torch.arange(PERIOD, dtype=torch.float32) * 7919 + 13 * version) % 1009)
+
+    def prepare_update(self, source: str) -> WeightsUpdate:
+        """``source`` is ``fake@`` and a number, which other weights come of."""
+        if not re.fullmatch(r"fake@\d+", source):
+            raise ModelError(f"model {source!r}: no such file or folder", path=source)
+
+        def take() -> None:
+            self._model_id = source
+
+        return WeightsUpdate(source, take)
 
     def reload_weights(self) -> None:
         if self.fail_reload is not None:
@@ -219,6 +232,7 @@ class FakeConnectorScheduler(KVConnectorScheduler):
 
     def __init__(self) -> None:
         self.metadata: list[dict[str, Any] | None] = []  # everything that was published
+        self.version: str | None = None  # of the weights, if they were updated
         self.cancelled: list[str] = []
         self._pending: list[str] = []
 
@@ -251,6 +265,9 @@ class FakeConnectorScheduler(KVConnectorScheduler):
     def set_kv_metadata(self, metadata: dict[str, Any] | None) -> None:
         self.metadata.append(metadata)
 
+    def set_weights_version(self, version: str) -> None:
+        self.version = version
+
 
 class FakeConnectorWorker(KVConnectorWorker):
     """Allocates a buffer while registering, as connectors do, and records what it is told. ``next_finished`` is what it
@@ -258,6 +275,7 @@ class FakeConnectorWorker(KVConnectorWorker):
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.version: str | None = None  # of the weights, if they were updated
         self.kv_caches: dict[str, torch.Tensor] = {}
         self.memory: Memory | None = None
         self.buffer: torch.Tensor | None = None
@@ -274,6 +292,9 @@ class FakeConnectorWorker(KVConnectorWorker):
         self.kv_caches, self.memory = kv_caches, memory
         self.buffer = torch.zeros(1024)
         self._epoch = self._last
+
+    def set_weights_version(self, version: str) -> None:
+        self.version = version
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         if metadata.cancelled and not self.ignores_cancels:
@@ -327,6 +348,7 @@ class FakeConnector(KVConnector):
     """Follows the mapping of the KV cache; ``FixedConnector`` does not."""
 
     supports_sleep_mode = True
+    supports_weight_updates = True
     workers: ClassVar[list[FakeConnectorWorker]] = []  # every one made, newest last
     schedulers: ClassVar[list[FakeConnectorScheduler]] = []
 

@@ -7,11 +7,12 @@ stops generation until ``let_go()``, so tests of disconnects and drains need no 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from torpor.engine.base import EngineInfo, EngineState, SleepMode, SleepRequest
-from torpor.errors import AsleepError, EngineDeadError, RequestError, TorporError, UnknownTagError
+from torpor.errors import AsleepError, EngineDeadError, RequestError, StateError, TorporError, UnknownTagError
 from torpor.request import EngineOutput, FinishReason, GenerationRequest, TokenLogprobs
 
 EOS = 256
@@ -203,11 +204,19 @@ class FakeEngine:
         self._enter("release_kv_cache_memory")
         return await self.sleep(SleepRequest(policies={"kv_cache": "discard"}))
 
+    async def update_weights(self, model: str) -> dict[str, Any]:
+        self._enter("update_weights")
+        if self._state is not EngineState.ASLEEP:
+            raise StateError(f"update_weights: the engine is {self._state.value}", state=self._state.value)
+        self._info = dataclasses.replace(self._info, model_id=model)
+        return {"operation": "update_weights", "state": self._state.value, "model": model, "model_id": model, "seconds": 0.001}
+
     async def stats(self) -> dict[str, Any]:
         await self._stall("stats")
         self._enter("stats")
         return {
             "state": self._state.value,
+            "model_id": self._info.model_id,
             "memory": self._memory(),
             "scheduler": {"running": len(self.active), "waiting": 0, "preemptions": 0},
             "cache": {"num_blocks": 64, "free_blocks": 64, "hit_tokens": 0},

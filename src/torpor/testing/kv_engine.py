@@ -171,6 +171,11 @@ class KVEngine:
             self.memory.mark_valid("kv_cache")
             self.publish()
 
+    def set_weights_version(self, version: str) -> None:
+        """What an engine does whose weights were updated. The KV cache sleeps."""
+        self.worker.set_weights_version(version)
+        self.scheduler.set_weights_version(version)
+
     def publish(self) -> None:
         """The worker side's metadata to the scheduler side, as the engine does after every sleep and wake."""
         self.scheduler.set_kv_metadata(self.worker.get_handshake_metadata())

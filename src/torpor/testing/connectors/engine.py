@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,20 +11,22 @@ import torch
 
 from torpor._native import Device, Op
 from torpor.connectors import KVConnectorWorker
-from torpor.connectors.multi import MultiWorker
+from torpor.connectors.multi_worker import MultiWorker
 from torpor.connectors.store_worker import StoreWorker
 from torpor.connectors.worker import PullWorker
 from torpor.errors import RequestError, StateError, TorporError, TransportError
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import MemoryConfig, SleepReport
-from torpor.memory.procfs import open_memfds, pinned_bytes, read_mappings
+from torpor.memory.procfs import pinned_bytes
 from torpor.request import GenerationRequest, SamplingParams
 from torpor.testing.connectors.memory import MemoryConnectorWorker
 from torpor.testing.connectors.subject import Phase, Subject
+from torpor.testing.connectors.vitals import vitals
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, expected
 
 WEIGHTS_BYTES = 1 << 20
 ALIGNMENT = 256  # of tensors in a pool
+READ_S = 25.0  # less than a call may take
 
 
 class SuiteEngine(KVEngine):
@@ -63,7 +62,7 @@ class SuiteEngine(KVEngine):
         tokens = self.ask(request_id, prompt, params, block_ids, num_computed)
         if tokens <= 0:
             return "nothing" if tokens == 0 else "refused"
-        return self.wait(request_id, 30)
+        return self.wait(request_id, self._subject.patient(READ_S))
 
     def ask(
         self, request_id: str, prompt: Sequence[int], params: dict[str, Any], block_ids: Sequence[int], num_computed: int = 0
@@ -206,23 +205,14 @@ class SuiteEngine(KVEngine):
     # ---- how it is ---------------------------------------------------------------------------------------------------------
 
     def vitals(self) -> dict[str, int]:
-        """What this process has, by the kernel's account."""
-        gc.collect()
-        memfds = {inode for _, inode in open_memfds(os.getpid())}
-        devices = {device for device, _ in memfds}
-        shared = [m for m in read_mappings() if m.permissions.endswith("s") and m.inode[0] in devices]
+        """Of this process, and of its device."""
         stats = self._device.stats()
-        return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task")),
-            "Python threads": threading.active_count(),
-            "pinned bytes": pinned_bytes(),
-            "mapped bytes of memory files": sum(m.end - m.start for m in shared),
+        of_device = {
             "device bytes": stats.mapped_bytes + stats.condemned_bytes,
             "imports": stats.live_imports,
             "bytes for images": stats.committed_bytes,
-            "resident bytes": _resident_bytes(),
         }
+        return vitals() | of_device
 
     def pool_bytes(self) -> dict[str, int]:
         """Bytes handed out to tensors, by tag."""
@@ -259,11 +249,6 @@ class SuiteEngine(KVEngine):
         del self._weights
         super().close()
         self._device.close()
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))
 
 
 def fail_next(worker: KVConnectorWorker, phase: Phase) -> bool:

@@ -13,6 +13,7 @@ from torpor.testing.connectors.stage import Engine, Params, Stage
 LAYOUTS = 5
 CYCLES = 2
 IN_FLIGHT_TRIES = 6
+FOUND_S = 10.0
 LEASE_S, ENDS_S, QUIET_S = 0.2, 10.0, 0.3
 BIG = KVCacheSpec(
     model_id="stand-in@1", num_layers=8, num_blocks=130, block_size=16, num_kv_heads=4, head_dim=32, dtype="float32"
@@ -50,7 +51,7 @@ def _place(stage: Stage, p: Engine, d: Engine, spec: KVCacheSpec, there: list[in
     params = p.prefill(stage.request(), prompt, there)
     before, owner_before = d.call("sums"), p.call("sums")
     wanted = here[prefix:]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + stage.patient(FOUND_S)
     while (outcome := d.call("read", stage.request(), prompt, params, wanted, prefix * spec.block_size)) == "nothing":
         if stage.by_params or time.monotonic() > deadline:
             break
@@ -68,8 +69,7 @@ def _place(stage: Stage, p: Engine, d: Engine, spec: KVCacheSpec, there: list[in
 
 def follow(stage: Stage) -> str:
     """After a sleep and a wake of P, of D, and of both, reads give the new bytes, and all memory had come back."""
-    apart = stage.subject.kind.reach == "processes"
-    p, d = stage.pair(apart=apart)
+    p, d = stage.pair()
     stage.carry(p, d, say="before any sleep")
     rounds: list[list[Engine]] = [[p]] if p is d else [[p], [d], [p, d], [d, p]]
     for cycle in range(CYCLES):
@@ -82,7 +82,7 @@ def follow(stage: Stage) -> str:
             names = " and ".join(engine.name for engine in who)
             # The same blocks with other content: what was there before the sleep is wrong now.
             stage.carry(p, d, say=f"after {names} slept (cycle {cycle + 1})")
-    return f"{CYCLES * len(rounds)} sleeps, P {'in another process' if apart else 'in this process'}"
+    return f"{CYCLES * len(rounds)} sleeps, P {'in another process' if stage.between_processes else 'in this process'}"
 
 
 def _holds_nothing(engine: Engine) -> None:
@@ -116,7 +116,7 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
     time.sleep(delay_s)
     flying = bool(d.call("stats_text")["in flight"] > 0)
     sleeper.sleep()
-    outcome = d.call("wait", name) if tokens > 0 else "failed"
+    outcome = d.call("wait", name, stage.patient(FOUND_S)) if tokens > 0 else "failed"
     if sleeper is d:
         if outcome == "recving" and flying:
             raise Failure("a load that was under way when its engine slept was reported as complete: its KV is gone")
@@ -125,7 +125,7 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
     before = d.call("sums")
     if outcome == "recving" and not d.has(prompt, here):
         raise Failure("a load that was under way when its owner slept was reported as complete with wrong bytes")
-    time.sleep(0.05)
+    time.sleep(stage.patient(0.05))
     if d.call("sums") != before:
         raise Failure(f"blocks of a load that was reported as {outcome!r} were written afterwards")
     p.wake()
@@ -135,11 +135,11 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
 def blocks_end(stage: Stage) -> str:
     """The owner's blocks are free again when somebody has read them, when a peer says that it needs none of them, and when the
     lease has passed with nobody asking; each is reported once, and of a request that only tells nothing is."""
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)  # within every child's reach, of a connector that is several
     _ends(stage, p, d, "a read", lambda prompt, params: stage.must_arrive(d, prompt, params, [4, 5, 6]))
     _ends(stage, p, d, "a peer that needs nothing", lambda prompt, params: _tell(stage, d, prompt, params))
     stage.close()
-    p, d = stage.pair(handoff_lease_s=LEASE_S)
+    p, d = stage.pair(here=True, handoff_lease_s=LEASE_S)
     _ends(stage, p, d, "a lease that passed", lambda prompt, params: None)
     return "read, told, expired"
 
@@ -149,19 +149,19 @@ def _ends(stage: Stage, p: Engine, d: Engine, what: str, after: Callable[[list[i
     params = p.prefill(name, prompt, [1, 2, 3])
     kept = p.call("keeps")
     after(prompt, params)
-    if kept and (found := p.call("reported", name, ENDS_S)) != "sending":
+    if kept and (found := p.call("reported", name, stage.patient(ENDS_S))) != "sending":
         raise Failure(f"after {what} the hand-off was reported as {found!r}: its blocks are never free again")
 
 
 def _tell(stage: Stage, d: Engine, prompt: list[int], params: Params) -> None:
     name = stage.request()
     d.call("tell", name, prompt, params)
-    if (found := d.call("reported", name, QUIET_S)) is not None:
+    if (found := d.call("reported", name, stage.patient(QUIET_S))) is not None:
         raise Failure(f"a request that loads nothing was reported as {found!r}")
 
 
 def _until_found(d: Engine, prompt: list[int], stage: Stage) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + stage.patient(FOUND_S)
     while not d.call("knows", prompt) and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -169,8 +169,7 @@ def _until_found(d: Engine, prompt: list[int], stage: Stage) -> None:
 def late_read(stage: Stage) -> str:
     """A read that comes when the owner sleeps yields no bytes, is answered soon, and kills nobody (P4)."""
     _needs_peer(stage)
-    apart = stage.subject.kind.reach == "processes"
-    p, d = stage.pair(apart=apart)
+    p, d = stage.pair()
     stage.carry(p, d)
     prompt = stage.prompt()
     late = p.prefill(stage.request(), prompt, [1, 2, 3])
@@ -178,7 +177,7 @@ def late_read(stage: Stage) -> str:
     stage.must_not_arrive(d, prompt, late, [4, 5, 6], "a read of a sleeping engine's KV")
     p.wake()
     stage.carry(p, d, say="after a late read")
-    return f"P {'in another process' if apart else 'in this process'}"
+    return f"P {'in another process' if stage.between_processes else 'in this process'}"
 
 
 def old_epoch(stage: Stage) -> str:
@@ -212,7 +211,7 @@ def _forged(stage: Stage, p: Engine, d: Engine, old: Params, new: Params, prompt
     kept = stage.prompt()
     params = p.prefill(stage.request(), kept, [1, 2, 3])
     p.close()
-    again = stage.engine("P", "producer")
+    again = stage.owner("P", "producer")
     fresh = again.prefill(stage.request(), stage.prompt(), [1, 2, 3])
     moved = {**params, **{key: fresh[key] for key in fresh if key in ("remote_host", "remote_port")}}
     stage.must_not_arrive(d, kept, moved, [4, 5, 6], "a hand-off of an engine that began anew since")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torpor.testing.connectors.outcomes import Failure
+from torpor.testing.connectors.outcomes import Failure, NotApplicable
 from torpor.testing.connectors.process import EngineError
 from torpor.testing.connectors.stage import Engine, Stage
 
@@ -45,7 +45,7 @@ def double_sleep(stage: Stage) -> str:
 def failed_release(stage: Stage) -> str:
     """A sleep that fails after or in the release leaves everybody served; the next sleep is a true one (M2, M12)."""
     looked = ["somebody else's hook", "the driver's unmap"]
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)  # where ``fail_next`` is
     stage.carry(p, d)
     p.call("break_hook", "release")
     _must_fail(p.sleep, "a sleep in which another hook fails")
@@ -68,7 +68,7 @@ def failed_release(stage: Stage) -> str:
 def failed_restore(stage: Stage) -> str:
     """A wake that fails before, in or beside the restore is tried again by the next one (M3, M5)."""
     looked = ["the driver's memory", "somebody else's hook"]
-    p, d = stage.pair()
+    p, d = stage.pair(here=True)
     stage.carry(p, d)
     p.sleep()
     p.call("break_driver", "CREATE", 1, 1)
@@ -112,16 +112,52 @@ def partial_wake(stage: Stage) -> str:
     return ""
 
 
+def new_weights(stage: Stage) -> str:
+    """KV that was computed with other weights is read by nobody: not what was handed over before an update, and not between two
+    engines of which only one was updated. When both were, reads go on (E6, P5)."""
+    if not stage.subject.kind.supports_weight_updates:
+        raise NotApplicable("it does not declare supports_weight_updates: its engine's weights are not updated")
+    p, d = stage.pair()
+    stage.carry(p, d)
+    prompt = stage.prompt()
+    params = p.prefill(stage.request(), prompt, [1, 2, 3])
+    for engine in {p, d}:
+        _update(engine, "stand-in@2")
+    _must_be_gone(stage, d, prompt, params, "KV of the weights before the update")
+    stage.carry(p, d, say="after both engines had got new weights")
+    if p is d:
+        return "one engine"
+    _update(d, "stand-in@3")
+    prompt = stage.prompt()
+    params = p.prefill(stage.request(), prompt, [1, 2, 3])
+    _must_be_gone(stage, d, prompt, params, "KV of an engine with older weights")
+    _update(p, "stand-in@3")
+    stage.carry(p, d, say="after the second engine had got the same weights")
+    return "both, and one alone"
+
+
+def _update(engine: Engine, version: str) -> None:
+    engine.sleep()
+    engine.call("set_weights_version", version)
+    engine.wake()
+
+
+def _must_be_gone(stage: Stage, d: Engine, prompt: list[int], params: dict[str, object], what: str) -> None:
+    outcome = d.read(stage.request(), prompt, params, [4, 5, 6])
+    if outcome == "recving":
+        raise Failure(f"{what} was read")
+
+
 def shutdown_unsubscribes(stage: Stage) -> str:
     """After ``shutdown`` the memory layer calls nothing of the connector, and nothing of it is left (E5)."""
     p, d = stage.pair()
     stage.carry(p, d)
     _leave(p)
-    other = stage.engine("other")
+    other = stage.owner("other")
     other.sleep()
     _leave(other, "while the KV cache sleeps")
     if p is not d:
-        fresh = stage.engine("P2", "producer")
+        fresh = stage.owner("P2", "producer")
         stage.carry(fresh, d, say="from another engine, after the first was shut down")
     return "awake and asleep"
 

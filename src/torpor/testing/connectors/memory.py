@@ -62,6 +62,9 @@ class MemoryConnectorWorker(KVConnectorWorker):
         self.kv_caches = dict(kv_caches)
         self._registered = True
 
+    def set_weights_version(self, version: str) -> None:
+        self._layout = dataclasses.replace(self._layout, model_id=version)
+
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         if not self._registered:
             raise StateError("the KV cache is released", state="released")
@@ -156,6 +159,7 @@ class MemoryConnector(KVConnector):
     """``extra``: ``fail_release``, ``fail_restore`` (counts)."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     reach: ClassVar[Reach] = "process"
 
     @classmethod

@@ -181,6 +181,7 @@ class PinnedConnector(KVConnector):
     """Options in ``extra``: ``socket_dir`` and those that ``ipc`` and ``nixl`` share. Needs io_uring."""
 
     supports_sleep_mode: ClassVar[bool] = True
+    supports_weight_updates: ClassVar[bool] = True
     reach: ClassVar[Reach] = "process"
 
     @classmethod

@@ -28,7 +28,9 @@ class EngineError(Exception):
 class Worker:
     """An interpreter that has imported all it needs, and runs one engine at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 1.0) -> None:
+        """``patience``: how many times longer than usual its start may take."""
+        self._start_s = START_S * patience
         self._process = subprocess.Popen(
             [sys.executable, "-c", MAIN.format(path=sys.path, quiet=logging.root.manager.disable)],
             stdin=subprocess.PIPE,
@@ -49,7 +51,7 @@ class Worker:
     def ready(self) -> None:
         """Waits until its imports are done."""
         if not self._ready:
-            self.answer(START_S)
+            self.answer(self._start_s)
             self._ready = True
 
     def ask(self, name: str, *args: Any) -> None:

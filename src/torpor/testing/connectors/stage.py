@@ -31,7 +31,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def call(self, method: str, *args: Any, timeout_s: float = CALL_S) -> Any:
-        """EngineError with what it raised; Failure when its process died, or does not answer."""
+        """EngineError with what it raised; Failure when its process died, or does not answer in time, as long as the subject's
+        patience makes it."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -82,8 +83,9 @@ class EngineHere(Engine):
 class EngineApart(Engine):
     """In a process of its own, which can be stopped and killed."""
 
-    def __init__(self, worker: Worker, name: str) -> None:
+    def __init__(self, worker: Worker, name: str, patience: float = 1.0) -> None:
         self.worker, self.name = worker, name
+        self._patience = patience
         self._owes: str | None = None  # the call that it has not answered
 
     def call(self, method: str, *args: Any, timeout_s: float = CALL_S) -> Any:
@@ -96,7 +98,7 @@ class EngineApart(Engine):
 
     def finish(self, method: str, timeout_s: float = CALL_S) -> Any:
         try:
-            found = self.worker.answer(timeout_s, method)
+            found = self.worker.answer(timeout_s * self._patience, method)
         except EngineError:
             self._owes = None
             raise
@@ -154,9 +156,9 @@ class Stage:
         return EngineHere(made, name)
 
     def engine_apart(self, name: str, role: Any = "both", *, spec: KVCacheSpec | None = None, **settings: Any) -> EngineApart:
-        if self.subject.kind.reach != "processes":
+        if not self.between_processes:
             raise NotApplicable(f"its reach is {self.subject.kind.reach!r}: no engine of another process is a peer of it")
-        engine = EngineApart(self._workers.take(), name)
+        engine = EngineApart(self._workers.take(), name, self.subject.patience)
         self._engines.callback(self._give_back, engine)
         shape = None if spec is None else dataclasses.asdict(spec)
         engine.call("open", self.subject.to_wire(), role, self.engine_id(name), self._folder, shape, settings, timeout_s=60)
@@ -166,17 +168,30 @@ class Stage:
         engine.close()
         self._workers.give_back(engine.worker)
 
-    def pair(self, *, apart: bool = False, spec: KVCacheSpec | None = None, **settings: Any) -> tuple[Engine, Engine]:
-        """P, which hands over, and D, which reads: one and the same where the connector reaches no other engine. ``apart``: P in
-        a process of its own."""
+    @property
+    def between_processes(self) -> bool:
+        """Engines of other processes are peers: then those that hand over have a process each, as outside. The kernel counts pins
+        by process, so only there it is plain whose they are."""
+        return self.subject.kind.reach == "processes"
+
+    def owner(self, name: str, role: Any = "both", **settings: Any) -> Engine:
+        """An engine that hands over, in a process of its own where it can be."""
+        return self.engine(name, role, apart=self.between_processes, **settings)
+
+    def pair(self, *, here: bool = False, spec: KVCacheSpec | None = None, **settings: Any) -> tuple[Engine, Engine]:
+        """P, an ``owner``, and D, which reads: one and the same where the connector reaches no other engine. ``here``: both in
+        this process."""
         if self.subject.kind.reach == "engine":
             both = self.engine("PD", "both", spec=spec, **settings)
             return both, both
-        p = self.engine("P", "producer", apart=apart, spec=spec, **settings)
+        p = self.engine("P", "producer", apart=self.between_processes and not here, spec=spec, **settings)
         return p, self.engine("D", "consumer", spec=spec, **settings)
 
     def engine_id(self, name: str) -> str:
         return f"{name}-{self._token}"
+
+    def patient(self, seconds: float) -> float:
+        return self.subject.patient(seconds)
 
     # ---- requests ----------------------------------------------------------------------------------------------------------
 
@@ -212,7 +227,7 @@ class Stage:
 
     def _await(self, d: Engine, prompt: Sequence[int], params: Params, here: Sequence[int]) -> str:
         """One that finds KV by tokens may have to wait until it is stored."""
-        deadline = time.monotonic() + CALL_S / 3
+        deadline = time.monotonic() + self.patient(CALL_S / 3)
         outcome = d.read(self.request(), prompt, params, here)
         while outcome == "nothing" and not self.by_params and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -226,7 +241,7 @@ class Stage:
         right = "right" if d.has(prompt, here[: d.call("blocks_asked")]) else "wrong"
         if outcome == "recving" and (self.by_params or right == "wrong"):
             raise Failure(f"{say} was reported as complete ({right} bytes)")
-        if time.monotonic() - begun > CALL_S / 2:
+        if time.monotonic() - begun > self.patient(CALL_S / 2):
             raise Failure(f"{say} took {time.monotonic() - begun:.0f} s to fail")
 
     def close(self) -> None:
@@ -237,15 +252,16 @@ class Stage:
 class Workers:
     """Processes for engines: imports take most of an item's time, so those that are whole are used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 1.0) -> None:
+        self._patience = patience
         self._idle: list[Worker] = []
         self._busy: list[Worker] = []
 
     def prepare(self, count: int) -> None:
-        self._idle += [Worker() for _ in range(count - len(self._idle))]
+        self._idle += [Worker(self._patience) for _ in range(count - len(self._idle))]
 
     def take(self) -> Worker:
-        self._busy.append(self._idle.pop() if self._idle else Worker())
+        self._busy.append(self._idle.pop() if self._idle else Worker(self._patience))
         return self._busy[-1]
 
     def give_back(self, worker: Worker) -> None:
@@ -266,8 +282,8 @@ class Workers:
 
 
 @contextlib.contextmanager
-def workers() -> Iterator[Workers]:
-    made = Workers()
+def workers(patience: float = 1.0) -> Iterator[Workers]:
+    made = Workers(patience)
     try:
         yield made
     finally:

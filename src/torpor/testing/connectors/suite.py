@@ -53,6 +53,7 @@ ITEMS: tuple[Item, ...] = (
     Item("failed release", "M2 M12", items_moves.failed_release),
     Item("failed restore", "M3 M5", items_moves.failed_restore),
     Item("partial wake", "E7", items_moves.partial_wake),
+    Item("new weights", "E6 P5", items_moves.new_weights),
     Item("shutdown", "E5", items_moves.shutdown_unsubscribes),
     Item("bytes flat", "P4a M11", items_flat.bytes_flat),
     Item("resources flat", "P2", items_flat.resources_flat),
@@ -73,10 +74,10 @@ def chosen(names: Collection[str] | None) -> tuple[Item, ...]:
 def run_items(subject: Subject, items: Collection[Item] = ITEMS, *, seed: int = 0) -> Iterator[Outcome]:
     """One outcome after another. ConfigurationError, before the first, when no engine can have the connector here: an option is
     wrong, a package is missing. Nothing else that a connector does is raised."""
-    wrong = within(START_S, lambda: _wrong_settings(subject))
+    wrong = within(subject.patient(START_S), lambda: _wrong_settings(subject))
     if wrong is not None:
         raise wrong
-    with workers() as processes:
+    with workers(subject.patience) as processes:
         if subject.kind.reach == "processes" and subject.kind.supports_sleep_mode:
             processes.prepare(max((item.processes for item in items), default=0))
         for item in items:
@@ -88,10 +89,11 @@ def run_item(subject: Subject, item: Item, processes: Workers, *, seed: int = 0)
     if item.sleeps and not subject.kind.supports_sleep_mode:
         status, reason = Status.NOT_APPLICABLE, "it does not declare supports_sleep_mode: no engine that sleeps takes it"
     else:
-        found = within(item.limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
+        limit_s = subject.patient(item.limit_s)
+        found = within(limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
         if found is None:
             processes.abandon()
-            found = Status.FAILED, f"it has not ended after {item.limit_s:.0f} s: something hangs"
+            found = Status.FAILED, f"it has not ended after {limit_s:.0f} s: something hangs"
         status, reason = found
     return Outcome(item=item.name, proves=item.proves, status=status, reason=reason, seconds=time.monotonic() - begun)
 

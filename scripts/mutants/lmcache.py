@@ -1,0 +1,201 @@
+"""``lmcache``: what comes from its servers and peers is right or nothing, and nobody waits for them for ever."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+LMCACHE = "src/torpor/connectors/lmcache.py"
+LMCACHE_ENGINE = "src/torpor/connectors/lmcache_engine.py"
+CHUNKS = "src/torpor/connectors/lmcache_chunks.py"
+REMOTE = "src/torpor/connectors/lmcache_remote.py"
+PAIR = "src/torpor/connectors/lmcache_pd.py"
+PAIR_STORE = "src/torpor/connectors/lmcache_pd_store.py"
+PAIR_ENDS = "src/torpor/connectors/lmcache_pd_backend.py"
+LMCACHE_TESTS = "tests/unit/test_connectors_lmcache.py::"
+REMOTE_TESTS = "tests/unit/test_connectors_lmcache_remote.py::"
+PAIR_TESTS = "tests/unit/test_connectors_lmcache_pd.py::"
+
+MUTANTS = (
+    Mutant(
+        "lmcache-an-update-changes-no-name",
+        LMCACHE,
+        "self._names.use(version)\n        try:\n            self._live_engine.clear_local()",
+        "try:\n            pass",
+        "after an update old KV is served (E6)",
+        LMCACHE_TESTS + "TestWeights::test_e6_after_an_update_no_old_kv_is_served",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-half-a-load-is-a-load",
+        LMCACHE,
+        "if arrived != len(fetch.block_ids):",
+        "if not arrived:",
+        "blocks that never arrived count as KV (P5)",
+        LMCACHE_TESTS + "TestKeeping::test_blocks_that_do_not_arrive_are_computed",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-keys-of-half-a-name",
+        LMCACHE_ENGINE,
+        "for i in range(0, len(name), WORD_BYTES)][:block_size]",
+        "for i in range(0, len(name) // 2, WORD_BYTES)][:block_size]",
+        "different prompts may share a key",
+        LMCACHE_TESTS + "TestWeights::test_words_are_of_the_whole_name",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-what-was-loaded-is-loaded-again",
+        LMCACHE_ENGINE,
+        "        mask[: first * self._block_size] = False\n",
+        "",
+        "blocks of the prefix cache, which others read, are written to",
+        LMCACHE_TESTS + "TestKeeping::test_only_what_the_prefix_cache_lacks_is_loaded",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-chunks-prove-nothing",
+        CHUNKS,
+        "return found == self._seal_of(chunk, name)",
+        "return True",
+        "what a server has damaged, or a peer has not written yet, is served as KV (P5)",
+        REMOTE_TESTS + "TestKeeping::test_p5_what_the_server_has_damaged_is_computed_and_kept_anew",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-seal-without-the-name",
+        CHUNKS,
+        "blake2b(name, digest_size",
+        "blake2b(b'', digest_size",
+        "the KV of another prompt is served when two keys are alike (P5)",
+        REMOTE_TESTS + "TestKeeping::test_p5_a_block_under_another_s_name_is_computed",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-seal-of-half-the-content",
+        CHUNKS,
+        "for half in (0, 1):",
+        "for half in (0,):",
+        "damage of values is not seen (P5)",
+        REMOTE_TESTS + "TestKeeping::test_p5_what_the_server_has_damaged_is_computed_and_kept_anew",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-wrong-blocks-are-asked-for-again",
+        LMCACHE_ENGINE,
+        "lambda name: name not in self._wrong",
+        "lambda name: True",
+        "a damaged block costs every request with that prompt a load that fails",
+        REMOTE_TESTS + "TestKeeping::test_p5_what_the_server_has_damaged_is_computed_and_kept_anew",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-server-is-waited-for",
+        REMOTE,
+        "line.settimeout(max(0.001, deadline - time.monotonic()))",
+        "line.settimeout(None)",
+        "a server that says nothing stops the engine",
+        REMOTE_TESTS + "TestServersThatFail::test_p2_one_that_says_nothing_costs_one_wait_and_no_sleep",
+        hang=True,
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-server-is-asked-at-once-again",
+        REMOTE,
+        "        self._failed_at = time.monotonic()\n",
+        "",
+        "every request waits for a server that is silent",
+        REMOTE_TESTS + "TestServersThatFail::test_p2_one_that_says_nothing_costs_one_wait_and_no_sleep",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-line-goes-on-after-half-an-answer",
+        REMOTE,
+        "            self._socket.close()\n            self._socket = None\n        if not self._failing:",
+        "            pass\n        if not self._failing:",
+        "the rest of one answer is taken for the next",
+        REMOTE_TESTS + "TestServersThatFail::test_a_load_that_it_leaves_in_the_middle_fails_and_the_next_is_right",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-believes-what-there-is-room-for",
+        PAIR_ENDS,
+        "return copied if copied is not None and self._chunks.proves(copied, name) else None",
+        "return copied",
+        "a decode engine takes bytes that have not come yet (P5)",
+        PAIR_TESTS + "TestChunks::test_p5_a_chunk_is_not_believed_before_all_of_it_is_there",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-looks-at-the-chunk-itself",
+        PAIR_ENDS,
+        'if self.copy_of(key.chunk_hash.to_bytes(NAME_BYTES, "big")) is not None',
+        "if key in self.data",
+        "what was damaged or never written is never sent again: LMCache's own way",
+        PAIR_TESTS + "TestChunks::test_p5_a_damaged_chunk_is_computed_and_may_come_again",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-loses-memory-with-a-failed-push",
+        PAIR_ENDS,
+        "                chunk.ref_count_down()\n            self._forget()",
+        "                pass\n            self._forget()",
+        "after some pushes that failed the staging buffer is full for ever",
+        PAIR_TESTS + "TestReceiversThatFail::test_nobody_there_costs_nothing_but_the_push",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-remembers-a-dead-receiver",
+        PAIR_ENDS,
+        "        self.initialized_peers.discard(label)\n",
+        "",
+        "a decode engine that began anew is never pushed to again",
+        PAIR_TESTS + "TestReceiversThatFail::test_a_decode_engine_that_began_anew_is_found_by_the_next_push",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-receiver-gives-nothing-up",
+        PAIR_ENDS,
+        "self.data.pop(next(iter(self.data))).ref_count_down()",
+        "self.data.popitem()[1].ref_count_down()",
+        "the newest chunks give way to themselves",
+        PAIR_TESTS + "TestChunks::test_a_full_receiver_gives_up_its_oldest",
+        hang=True,
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-announces-nothing",
+        PAIR,
+        "return max(min(announced, num_tokens), super()._held(request, num_tokens))",
+        "return super()._held(request, num_tokens)",
+        "a request that is faster than its KV is computed twice",
+        PAIR_TESTS + "TestHandingOver::test_p5_what_was_announced_and_never_comes_is_computed",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-pushes-everything",
+        PAIR,
+        'if not wants(request.kv_transfer_params, "do_remote_decode"):',
+        "if False:",
+        "KV that nobody will fetch fills the decode engine's buffer",
+        PAIR_TESTS + "TestHandingOver::test_only_what_is_asked_for_is_pushed",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-keeps-what-was-read",
+        PAIR_STORE,
+        "        self._receiver.drop(names)\n        self._loaded",
+        "        self._loaded",
+        "what was read stays in the buffer until it is full",
+        PAIR_TESTS + "TestHandingOver::test_only_what_the_prefix_cache_lacks_is_loaded_and_the_rest_given_back",
+        needs="lmcache",
+    ),
+    Mutant(
+        "lmcache-pd-names-stay-with-the-weights",
+        PAIR_STORE,
+        "        self._names.use(version)\n",
+        "",
+        "after an update old KV is served (E6)",
+        PAIR_TESTS + "TestWeights::test_e6_after_an_update_no_old_kv_is_served",
+        needs="lmcache",
+    ),
+)
