@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define TP_ABI_VERSION 5
+#define TP_ABI_VERSION 6
 
 typedef enum tp_status {
   TP_OK = 0,

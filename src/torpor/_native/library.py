@@ -21,7 +21,7 @@ from torpor.errors import (
 
 from .types import Op
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "libtorpor_native.so"
 
 TP_OK, TP_INVALID, TP_STATE, TP_DEVICE_MEMORY, TP_HOST_MEMORY, TP_DRIVER, TP_UNSUPPORTED, TP_INTERNAL = range(8)

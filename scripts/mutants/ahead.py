@@ -1,0 +1,161 @@
+"""Host memory taken ahead of the images, and the start that begins it: only a matter of time, and never lost."""
+
+from __future__ import annotations
+
+from mutants.mutant import NATIVE, Mutant
+
+NATIVE_AHEAD = "csrc/src/arena_ahead.cpp"
+ARENA = "csrc/src/arena.cpp"
+BACKING = "src/torpor/memory/backing.py"
+CLOCK = "src/torpor/memory/clock.py"
+HEAD_START = "src/torpor/engine/head_start.py"
+WEIGHT_BYTES = "src/torpor/models/weight_bytes.py"
+TESTS = "tests/unit/test_memory_ahead.py::"
+STARTS = "tests/unit/test_engine_head_start.py::"
+HEADERS = "tests/unit/test_models_weight_bytes.py::"
+
+MUTANTS = (
+    Mutant(
+        "ahead-a-commit-waits-for-what-never-comes",
+        NATIVE_AHEAD,
+        "std::max(range.address, next) < std::min(range.end(), end)",
+        "(range.address < end && next < range.end())",
+        "an image larger than was guessed hangs the start",
+        NATIVE + "ahead_memory_is_spare_until_it_is_committed",
+        hang=True,
+    ),
+    Mutant(
+        "ahead-what-is-being-taken-is-taken-twice",
+        NATIVE_AHEAD,
+        " || !taking.present(range).empty()",
+        "",
+        "the end of it gives back pages of an image",
+        NATIVE + "ahead_a_commit_waits_for_its_own_and_takes_what_lies_beyond",
+        crash=True,
+    ),
+    Mutant(
+        "ahead-goes-on-after-a-failure",
+        NATIVE_AHEAD,
+        "      ahead_.end = ahead_.next;  // the other lane begins nothing new either\n",
+        "",
+        "a machine without memory is asked again and again",
+        NATIVE + "ahead_that_fails_is_no_failure_of_who_commits",
+    ),
+    Mutant(
+        "ahead-does-not-ask-for-all-of-it",
+        NATIVE_AHEAD,
+        "  require_host_memory(TP_OP_COMMIT, pages.bytes);  //",
+        "  //",
+        "a start fills the machine half way up before it fails",
+        NATIVE + "ahead_refuses_what_cannot_be",
+    ),
+    Mutant(
+        "ahead-takes-over-what-is-committed",
+        NATIVE_AHEAD,
+        "for (const Range &gap : entry_.committed.missing(part)) {",
+        "for (const Range &gap : {part}) {",
+        "pages of an image are counted twice, and given back",
+        NATIVE + "ahead_passes_over_what_is_committed",
+        crash=True,
+    ),
+    Mutant(
+        "ahead-files-lie-over-spare-memory",
+        ARENA,
+        "  give_back_spare(asked);\n",
+        "",
+        "the end of it takes a shared image away",
+        NATIVE + "ahead_a_file_takes_the_place_of_spare_memory",
+        crash=True,
+    ),
+    Mutant(
+        "ahead-outlives-its-arena",
+        ARENA,
+        "void Arena::clear() {\n  end_ahead();\n",
+        "void Arena::clear() {\n",
+        "a start that fails leaves host memory taken",
+        NATIVE + "ahead_ends_with_its_arena",
+        crash=True,
+    ),
+    Mutant(
+        "commits-do-not-ask-for-host-memory",
+        ARENA,
+        "  if (bytes > 0) require_host_memory(TP_OP_COMMIT, bytes);\n",
+        "",
+        "the kernel kills somebody while an image is made",
+        NATIVE + "arena_refuses_what_the_machine_has_not",
+        crash=True,
+    ),
+    Mutant(
+        "ahead-passes-the-limit",
+        BACKING,
+        "        self._require_limit(nbytes)\n        if self._space is None:\n",
+        "        if self._space is None:\n",
+        "host_limit_bytes holds for images only when they are late",
+        TESTS + "test_the_limit_holds_for_it",
+    ),
+    Mutant(
+        "ahead-is-begun-again",
+        BACKING,
+        "        if self._space is None:\n            self._space = self._open_arena()\n            if nbytes",
+        "        if self._space is None or not self._space.empty:\n            self._space = self._space or self._open_arena()\n"
+        "            if nbytes",
+        "memory is taken for images that are there already",
+        TESTS + "test_it_is_taken_once_and_only_before_there_are_images",
+    ),
+    Mutant(
+        "waits-at-once-are-added-up",
+        CLOCK,
+        "            if self._waiting == 0:\n                self._began = time.perf_counter()\n",
+        "            self._began = time.perf_counter()\n",
+        "the start-up table tells of other waits than there were",
+        TESTS + "test_waits_at_once_count_once",
+    ),
+    Mutant(
+        "head-start-is-never-closed",
+        HEAD_START,
+        "            self._memory.close()\n",
+        "",
+        "a start that fails in its imports keeps the device and the host's memory",
+        STARTS + "test_a_start_that_fails_gives_all_back",
+    ),
+    Mutant(
+        "head-start-gives-any-device",
+        HEAD_START,
+        "return memory if memory is not None and memory.config == config else None",
+        "return memory",
+        "an engine lies on another device than it was told",
+        STARTS + "test_a_memory_of_another_device_is_not_taken",
+    ),
+    Mutant(
+        "head-start-takes-private-memory-for-shared-images",
+        HEAD_START,
+        "if sleep.prepares_images(driver) and not asked.share_images:",
+        "if sleep.prepares_images(driver):",
+        "every engine of a host takes the memory that they were to share",
+        STARTS + "test_nothing_is_taken_where_no_image_is_prepared",
+    ),
+    Mutant(
+        "head-start-keeps-what-the-engine-has-got",
+        HEAD_START,
+        '        """Somebody else closes the memory."""\n        self._memory = None\n',
+        '        """Somebody else closes the memory."""\n',
+        "the memory is closed under an engine that has just come up",
+        STARTS + "test_the_engine_gets_the_memory_that_was_opened_ahead",
+    ),
+    Mutant(
+        "headers-are-believed",
+        WEIGHT_BYTES,
+        "    if 8 + length + sum(elements * _STORED[dtype] for dtype, elements in tensors) != file.stat().st_size:\n",
+        "    if 8 + length > file.stat().st_size:\n",
+        "a damaged file of a few bytes takes all the host's memory",
+        HEADERS + "test_what_cannot_be_told_is_nothing",
+    ),
+    Mutant(
+        "weights-are-guessed-as-they-are-stored",
+        WEIGHT_BYTES,
+        "size = _COMPUTED.get(dtype, min(4, _STORED[stored])) if stored in _FLOATS else _STORED[stored]",
+        "size = _STORED[stored]",
+        "twice the memory is taken for a model that is served in half its precision",
+        HEADERS + "test_it_is_what_the_weights_take",
+    ),
+)
