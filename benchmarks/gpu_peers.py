@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-import gpu_peers_cases
 import machine
-from gpu_peers_cases import GIB
+import peers_cases
+from peers_cases import GIB
 from rich.markup import escape
 
 PEERS = ("tms", "tms_retain")
@@ -184,7 +184,7 @@ def main() -> None:
         child="",
     )
     if options.child:
-        gpu_peers_cases.run(options)
+        peers_cases.run(options)
     if options.quick:
         options.rounds = 1
     run = common.Run(
