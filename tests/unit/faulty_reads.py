@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 from faulty_parts import FaultyIpc, FaultyPinned
 
 from torpor.connectors.base import ConnectorMetadata, Finished, KVConnectorWorker
@@ -23,7 +24,7 @@ from torpor.testing.connectors.pinned import PinnedRemote, PinnedTransport
 class PrefixBlindScheduler(PullScheduler):
     def update_state_after_alloc(self, request: GenerationRequest, block_ids: list[BlockId], num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
-        self._loads = [dataclasses.replace(load, first_block=0) for load in self._loads]
+        self._loads = [msgspec.structs.replace(load, first_block=0) for load in self._loads]
 
 
 class PrefixBlind(FaultyPinned):

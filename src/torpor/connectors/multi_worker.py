@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
@@ -78,7 +79,7 @@ class MultiWorker(KVConnectorWorker):
     def _spare(self, request_id: str) -> None:
         """Its load needs nobody else any more: they may let go."""
         for index, load in self._spares.pop(request_id, ()):
-            self._children[index].start_load_kv(ConnectorMetadata(loads=[dataclasses.replace(load, local_block_ids=[])]))
+            self._children[index].start_load_kv(ConnectorMetadata(loads=[msgspec.structs.replace(load, local_block_ids=[])]))
 
     def _was_last(self, request_id: str) -> bool:
         """Whether no other child keeps the blocks of this hand-off."""
