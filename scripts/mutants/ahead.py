@@ -77,15 +77,6 @@ MUTANTS = (
         crash=True,
     ),
     Mutant(
-        "commits-do-not-ask-for-host-memory",
-        ARENA,
-        "  if (bytes > 0) require_host_memory(TP_OP_COMMIT, bytes);\n",
-        "",
-        "the kernel kills somebody while an image is made",
-        NATIVE + "arena_refuses_what_the_machine_has_not",
-        crash=True,
-    ),
-    Mutant(
         "ahead-passes-the-limit",
         BACKING,
         "        self._require_limit(nbytes)\n        if self._space is None:\n",
