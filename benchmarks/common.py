@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import datetime
 import gc
-import json
 import os
 import random
 import shlex
@@ -198,16 +197,6 @@ class Run:
         document.put(path, self.name, entry)
         console.print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
         return path
-
-
-def measured_lately(folder: str | Path, device: str, name: str, within_s: float = 3600.0) -> dict[str, Any] | None:
-    """The results of another benchmark on this device, when they are of the same commit and not old."""
-    path = Path(folder) / f"{device}.json"
-    found = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
-    if found is None or found["versions"]["commit"] != machine.commit():
-        return None
-    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(found["when"])
-    return dict(found["results"]) if age.total_seconds() < within_s else None
 
 
 def command_line() -> str:

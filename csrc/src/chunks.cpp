@@ -51,22 +51,30 @@ void save_chunk(Driver &driver, const ImageChunk &chunk, Streak &streak) {
   streak.note(!was_valid || !is_known(chunk));
 }
 
-// Hashes all, then copies what is not known.
-void save_in_batches(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads) {
-  std::vector<HashItem> items;
-  items.reserve(chunks.size());
-  for (const ImageChunk &chunk : chunks) items.push_back({chunk.device(), chunk.bytes, chunk.image->source + chunk.index});
-  driver.hash(items, threads);
-  std::vector<CheckedCopy> copies;
+// For drivers that copy in batches.
+template <typename AsCopy>
+std::vector<CheckedCopy> batch_of(const std::vector<ImageChunk> &chunks, const AsCopy &as_copy) {
+  std::vector<CheckedCopy> out;
+  out.reserve(chunks.size());
   const ImageChunk *before = nullptr;
   for (const ImageChunk &chunk : chunks) {
-    if (is_valid(chunk) && is_known(chunk)) continue;
-    chunk.image->valid[chunk.index] = 0;
-    const bool follows = before != nullptr && chunk.follows(*before);
-    copies.push_back({to_host(chunk), chunk.image->checked + chunk.index, follows});
+    out.push_back(as_copy(chunk));
+    out.back().follows = before != nullptr && chunk.follows(*before);
     before = &chunk;
   }
-  if (!copies.empty()) driver.copy_checked(TP_COPY_TO_HOST, copies, threads, {});
+  return out;
+}
+
+// Where a chunk's hash is not known it is copied.
+void save_in_batches(Driver &driver, const std::vector<ImageChunk> &chunks, uint32_t threads) {
+  const auto copies = batch_of(chunks, [](const ImageChunk &chunk) {
+    return CheckedCopy{to_host(chunk), chunk.image->checked + chunk.index, false, chunk.image->source + chunk.index};
+  });
+  driver.save(copies, threads, [&](uint64_t i) {
+    if (is_valid(chunks[i]) && is_known(chunks[i])) return false;
+    chunks[i].image->valid[chunks[i].index] = 0;
+    return true;
+  });
 }
 
 }  // namespace
@@ -100,15 +108,10 @@ void restore_chunks(Driver &driver, const std::vector<ImageChunk> &chunks, uint3
       hash_on_device(driver, chunks[k], chunks[k].image->checked + chunks[k].index);
     });
   }
-  std::vector<CheckedCopy> copies;
-  copies.reserve(chunks.size());
-  const ImageChunk *before = nullptr;
-  for (const ImageChunk &chunk : chunks) {
-    const bool follows = before != nullptr && chunk.follows(*before);
-    copies.push_back({to_device(chunk), chunk.image->checked + chunk.index, follows});
-    before = &chunk;
-  }
-  driver.copy_checked(TP_COPY_TO_DEVICE, copies, threads, beside);
+  const auto copies = batch_of(chunks, [](const ImageChunk &chunk) {
+    return CheckedCopy{to_device(chunk), chunk.image->checked + chunk.index};
+  });
+  driver.restore(copies, threads, beside);
 }
 
 }  // namespace torpor

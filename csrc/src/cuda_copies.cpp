@@ -127,21 +127,4 @@ void Copies::hash_staged(const HashItem &chunk) {
   *chunk.out = hash.finish();
 }
 
-void Copies::copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) {
-  const Context::Scope scope(context_, TP_OP_COPY);
-  if (kind == TP_COPY_TO_HOST) return save(chunks, threads);
-  const Kernels *compiled = kernels();
-  if (compiled != nullptr && !chunks.empty()) return restore(*compiled, chunks, beside);
-  if (beside.work) beside.work([] {});
-  if (beside.meanwhile) beside.meanwhile();
-  std::vector<tp_span> spans;
-  std::vector<HashItem> arrived;
-  for (const CheckedCopy &chunk : chunks) {
-    spans.push_back(chunk.span);
-    arrived.push_back({chunk.span.dst, chunk.span.bytes, chunk.hash});
-  }
-  copy(kind, spans, threads);
-  hash(arrived, threads);
-}
-
 }  // namespace torpor::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,26 +26,27 @@ class Copies {
   // What Driver promises of each.
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads);
   std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads);
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted);
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside);
   void hash(const std::vector<HashItem> &chunks, uint32_t threads);
   std::string hash_path();
-  // The device clears released memory, with its copy engines.
-  void note_released(uint64_t bytes);
+  // The device clears released memory, with its copy engines; until about when, on a device like those that were measured.
+  std::chrono::steady_clock::time_point note_released(uint64_t bytes);
 
  private:
   class Restore;
+  class Arrivals;
 
   // Compiled at first use; null where that cannot be, which is not tried again.
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);
-  // How much of a restore that begins now, beside the making of so much memory, is better moved by a kernel.
-  uint64_t bytes_to_pull(uint64_t made) const;
+  // How much of a restore that begins now is better moved by a kernel.
+  uint64_t bytes_to_pull() const;
   void hash_by_kernel(const Kernels &kernels, const std::vector<HashItem> &chunks);
   void hash_staged(const HashItem &chunk);
-  void restore(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
-  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads);
-  void save_pieces(const std::vector<Piece> &pieces, const std::function<void()> &landed);
+  void restore_by_kernel(const Kernels &kernels, const std::vector<CheckedCopy> &chunks, const Beside &beside);
+  void save_pieces(Cutter &pieces, Piece first, Arrivals &arrivals);
 
   const Context &context_;
   HostLocks &locks_;

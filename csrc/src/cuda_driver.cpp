@@ -3,8 +3,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 
+#include "cuda_clerk.h"
 #include "cuda_copies.h"
 #include "cuda_host.h"
 #include "cuda_table.h"
@@ -14,6 +17,9 @@ namespace torpor {
 namespace {
 
 using namespace cuda;
+
+// Less than this is taken back in no time worth a thread.
+constexpr uint64_t kMuch = uint64_t{1} << 30;
 
 class CudaDriver final : public Driver {
  public:
@@ -57,6 +63,8 @@ class CudaDriver final : public Driver {
   Physical create(uint64_t bytes, bool exportable, Vacancy) override {
     if (exportable && !exports_) throw Error::unsupported("the CUDA device cannot export memory as file descriptors");
     const Context::Scope scope(context_, TP_OP_CREATE);
+    clerk_.cancel();
+    released_ = 0;
     const CUmemAllocationProp prop = properties(exportable);
     CUmemGenericAllocationHandle handle = 0;
     check(cu_.cuMemCreate(&handle, bytes, &prop, 0), TP_OP_CREATE, "cuMemCreate");
@@ -71,7 +79,8 @@ class CudaDriver final : public Driver {
   void release(const Physical &physical) override {
     const Context::Scope scope(context_, TP_OP_RELEASE);
     check(cu_.cuMemRelease(physical.handle), TP_OP_RELEASE, "cuMemRelease");
-    copies_.note_released(physical.bytes);
+    const auto now = std::chrono::steady_clock::now(), cleared = copies_.note_released(physical.bytes);
+    if ((released_ += physical.bytes) >= kMuch) clerk_.expect(cleared + (cleared - now) + std::chrono::milliseconds(50));
   }
 
   void map(Address address, const Physical &physical, bool) override {
@@ -119,8 +128,11 @@ class CudaDriver final : public Driver {
   std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) override {
     return copies_.begin_blocks(blocks, threads);
   }
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
-    copies_.copy_checked(kind, chunks, threads, beside);
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted) override {
+    copies_.save(chunks, threads, wanted);
+  }
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override {
+    copies_.restore(chunks, threads, beside);
   }
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override { copies_.hash(chunks, threads); }
   std::string hash_path() override { return copies_.hash_path(); }
@@ -154,6 +166,19 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // Whoever creates memory first, once what was released has been cleared, waits while the driver takes all of it back: 9 to 14 ms for
+  // 48 to 64 GiB on an H200, whatever is created. Nobody's wake need be the first.
+  void take_back() noexcept {
+    try {
+      const Context::Scope scope(context_);
+      const CUmemAllocationProp prop = properties(false);
+      CUmemGenericAllocationHandle handle = 0;
+      if (cu_.cuMemCreate(&handle, granularity_, &prop, 0) == kSuccess) cu_.cuMemRelease(handle);
+    } catch (const Error &) {
+      // The context is broken: the next call that needs it says so.
+    }
+  }
+
   CUmemAllocationProp properties(bool exportable) const {
     CUmemAllocationProp prop{};
     prop.type = kAllocationPinned;
@@ -170,6 +195,8 @@ class CudaDriver final : public Driver {
   bool exports_ = false;
   bool rdma_ = false;
   uint64_t granularity_ = 0;
+  std::atomic<uint64_t> released_{0};  // since memory was last created
+  Clerk clerk_{[this] { take_back(); }};
 };
 
 }  // namespace

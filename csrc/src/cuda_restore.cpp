@@ -12,34 +12,28 @@ namespace {
 constexpr uint64_t kPiece = uint64_t{256} << 20;
 
 // What was measured on an H200, the only kind of device where a kernel is known to help: 48 GiB that were released are cleared in
-// 0.12 s, 48 GiB are made and mapped in 19 ms when nothing is left to clear, and a kernel reads host memory at 51 GB/s.
+// 0.12 s, and a kernel reads host memory at 51 GB/s.
 constexpr int kMeasured = 9;  // compute capability, major
-constexpr int64_t kClearedPerNs = 400, kMadePerNs = 2700, kPulledPerNs = 50;  // bytes
+constexpr int64_t kClearedPerNs = 400, kPulledPerNs = 50;  // bytes
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-uint64_t largest(const std::vector<CheckedCopy> &chunks) {
-  uint64_t most = 0;
-  for (const CheckedCopy &chunk : chunks) most = std::max(most, chunk.span.bytes);
-  return most;
-}
-
 }  // namespace
 
-void Copies::note_released(uint64_t bytes) {
-  const int64_t begin = std::max(cleared_ns_.load(), now_ns());
-  cleared_ns_ = begin + static_cast<int64_t>(bytes) / kClearedPerNs;
+std::chrono::steady_clock::time_point Copies::note_released(uint64_t bytes) {
+  const int64_t end = std::max(cleared_ns_.load(), now_ns()) + static_cast<int64_t>(bytes) / kClearedPerNs;
+  cleared_ns_ = end;
+  return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(end));
 }
 
-// The device clears what was released with its copy engines, which move little else meanwhile, and 14 ms are lost to them while 48 GiB
-// are made. A kernel that reads host memory loses nothing to either, but is slower than they are at other times, and far slower where
-// the link is not PCIe. The two at once are slower than one after the other.
-uint64_t Copies::bytes_to_pull(uint64_t made) const {
+// The device clears what was released with its copy engines, which move half as much meanwhile. A kernel that reads host memory loses
+// nothing to that, but is slower than they are at other times, and far slower where the link is not PCIe. The two at once are slower
+// than one after the other.
+uint64_t Copies::bytes_to_pull() const {
   if (context_.attribute(kAttributeComputeMajor) != kMeasured || context_.attribute(kAttributeHostPageTables) != 0) return 0;
-  const int64_t busy_ns = std::max(cleared_ns_ - now_ns(), static_cast<int64_t>(made) / kMadePerNs);
-  return static_cast<uint64_t>(busy_ns * kPulledPerNs);
+  return static_cast<uint64_t>(std::max(cleared_ns_ - now_ns(), int64_t{0}) * kPulledPerNs);
 }
 
 bool Copies::can_pull(const tp_span &span) {
@@ -50,13 +44,12 @@ bool Copies::can_pull(const tp_span &span) {
 // driver's locks, which whoever creates memory holds most of the time.
 class Copies::Restore {
  public:
-  // made: bytes of memory that come into being meanwhile.
-  Restore(Copies &copies, const Kernels &kernels, const std::vector<CheckedCopy> &chunks, uint64_t made)
+  Restore(Copies &copies, const Kernels &kernels, const std::vector<CheckedCopy> &chunks)
       : copies_(copies),
         kernels_(kernels),
         chunks_(chunks),
         pieces_(pieces_of(chunks, kPiece)),
-        to_pull_(copies.bytes_to_pull(made)),
+        to_pull_(copies.bytes_to_pull()),
         mover_(copies.lanes_, 0, TP_OP_COPY),
         checker_(copies.lanes_, SumTable::bytes(chunks.size(), largest(chunks)), TP_OP_HASH),
         sums_(checker_.lane.buffer, chunks.size(), largest(chunks)) {
@@ -105,8 +98,24 @@ class Copies::Restore {
   SumTable sums_;
 };
 
-void Copies::restore(const Kernels &compiled, const std::vector<CheckedCopy> &chunks, const Beside &beside) {
-  Restore job(*this, compiled, chunks, beside.makes);
+void Copies::restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) {
+  const Context::Scope scope(context_, TP_OP_COPY);
+  const Kernels *compiled = kernels();
+  if (compiled != nullptr && !chunks.empty()) return restore_by_kernel(*compiled, chunks, beside);
+  if (beside.work) beside.work([] {});
+  if (beside.meanwhile) beside.meanwhile();
+  std::vector<tp_span> spans;
+  std::vector<HashItem> arrived;
+  for (const CheckedCopy &chunk : chunks) {
+    spans.push_back(chunk.span);
+    arrived.push_back({chunk.span.dst, chunk.span.bytes, chunk.hash});
+  }
+  copy(TP_COPY_TO_DEVICE, spans, threads);
+  hash(arrived, threads);
+}
+
+void Copies::restore_by_kernel(const Kernels &compiled, const std::vector<CheckedCopy> &chunks, const Beside &beside) {
+  Restore job(*this, compiled, chunks);
   const auto ready = [&](const tp_span &span) { return !beside.ready || beside.ready({span.dst, span.bytes}); };
   if (beside.work) beside.work([&] { job.advance(ready); });
   job.advance([](const tp_span &) { return true; });

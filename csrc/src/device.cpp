@@ -218,9 +218,7 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   Dawn dawn;
   Beside beside;
   for (Region *region : regions) {
-    if (region->space.mapped()) continue;
-    dawn.expect(region->space.range());
-    beside.makes += region->space.range().bytes;
+    if (!region->space.mapped()) dawn.expect(region->space.range());
   }
   const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
   std::vector<ImageChunk> there;

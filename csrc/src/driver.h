@@ -56,7 +56,8 @@ struct HashItem {
 struct CheckedCopy {
   tp_span span;
   uint64_t *hash = nullptr;
-  bool follows = false;  // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
+  bool follows = false;    // the one before it, in the same image: the two may be one copy. Neighbouring addresses alone do not say so
+  uint64_t *was = nullptr;  // of a save: where the hash of what it is copied from goes
 };
 
 // Runs of neighbours on both sides become one span.
@@ -77,7 +78,6 @@ class Flight {
 struct Beside {
   // Called once, on the caller's thread; it may make the memory that is copied to, and calls `more` when there is more of it.
   std::function<void(const std::function<void()> &more)> work;
-  uint64_t makes = 0;  // bytes of memory
   // Can the range be written now? Asked inside `more` only; once the work has ended all can.
   std::function<bool(Range)> ready;
   // Called once, on the caller's thread, when the work has ended and every copy has been started.
@@ -126,13 +126,18 @@ class Driver {
     copy(TP_COPY_DEVICE, spans_of(blocks), threads);
     return nullptr;
   }
-  // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else it has copy_checked.
+  // Has it copy_hashed, so that a chunk is best hashed, copied and checked before the next? Else it has save and restore.
   virtual bool chunk_by_chunk() const = 0;
   // Copies on the caller's thread and gives the hash of the bytes that it read.
   virtual uint64_t copy_hashed(tp_copy_kind, const tp_span &) { throw Error::unsupported("this driver copies in batches"); }
-  // Copies every chunk and hashes it where it arrived, one step beside the other. What the work beside throws leaves here once
-  // nothing is in flight.
-  virtual void copy_checked(tp_copy_kind, const std::vector<CheckedCopy> &, uint32_t, const Beside &) {
+  // To the host: hashes every chunk where it is, copies those that are `wanted` then, and hashes them where they arrived, one step
+  // beside the other. wanted(i) is asked once for each, in order, by one thread at a time, before anything of it is copied.
+  virtual void save(const std::vector<CheckedCopy> &, uint32_t, const std::function<bool(uint64_t i)> &) {
+    throw Error::unsupported("this driver copies chunk by chunk");
+  }
+  // To the device: copies every chunk and hashes it where it arrived. What the work beside throws leaves here once nothing is in
+  // flight.
+  virtual void restore(const std::vector<CheckedCopy> &, uint32_t, const Beside &) {
     throw Error::unsupported("this driver copies chunk by chunk");
   }
   // Chunk hashes of device memory; hash.h has the definition.

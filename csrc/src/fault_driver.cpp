@@ -120,20 +120,47 @@ std::unique_ptr<Flight> FaultDriver::begin_blocks(const tp_blocks &blocks, uint3
   return real_->begin_blocks(blocks, threads);
 }
 
+// One hash, and where something is wanted one copy and one hash of it.
+void FaultDriver::save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted) {
+  check(TP_OP_HASH);
+  std::vector<uint64_t> copied;
+  std::exception_ptr failure;
+  real_->save(chunks, threads, [&](uint64_t i) {
+    if (!wanted(i)) return false;
+    try {
+      if (copied.empty() && !failure) check(TP_OP_COPY);
+    } catch (const Error &) {
+      failure = std::current_exception();
+    }
+    if (failure && i % 2 == 0) return false;
+    copied.push_back(i);
+    return true;
+  });
+  if (failure) std::rethrow_exception(failure);
+  if (!copied.empty()) check_arrivals([&] {
+    for (const uint64_t i : copied) *chunks[i].hash = 0;
+  });
+}
+
 // One copy, and one hash of it.
-void FaultDriver::copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads,
-                               const Beside &beside) {
+void FaultDriver::restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) {
   try {
     check(TP_OP_COPY);
   } catch (const Error &) {
-    real_->copy_checked(kind, {chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(chunks.size() / 2)}, threads, beside);
+    real_->restore({chunks.begin(), chunks.begin() + static_cast<std::ptrdiff_t>(chunks.size() / 2)}, threads, beside);
     throw;
   }
-  real_->copy_checked(kind, chunks, threads, beside);
+  real_->restore(chunks, threads, beside);
+  check_arrivals([&] {
+    for (const CheckedCopy &chunk : chunks) *chunk.hash = 0;
+  });
+}
+
+void FaultDriver::check_arrivals(const std::function<void()> &forget) {
   try {
     check(TP_OP_HASH);
   } catch (const Error &) {
-    for (const CheckedCopy &chunk : chunks) *chunk.hash = 0;
+    forget();
     throw;
   }
 }

@@ -35,7 +35,8 @@ class FaultDriver final : public Driver {
   uint64_t copy_hashed(tp_copy_kind kind, const tp_span &span) override;
   void copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t threads) override;
   std::unique_ptr<Flight> begin_blocks(const tp_blocks &blocks, uint32_t threads) override;
-  void copy_checked(tp_copy_kind kind, const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override;
+  void save(const std::vector<CheckedCopy> &chunks, uint32_t threads, const std::function<bool(uint64_t)> &wanted) override;
+  void restore(const std::vector<CheckedCopy> &chunks, uint32_t threads, const Beside &beside) override;
   void hash(const std::vector<HashItem> &chunks, uint32_t threads) override;
   std::string hash_path() override { return real_->hash_path(); }
   void commit(Range range, uint32_t threads) override;
@@ -49,6 +50,7 @@ class FaultDriver final : public Driver {
   };
   bool fires(tp_op op);
   void check(tp_op op, uint64_t bytes = 0);
+  void check_arrivals(const std::function<void()> &forget);  // of what was copied: its hashes
 
   std::unique_ptr<Driver> real_;
   std::mutex mutex_;

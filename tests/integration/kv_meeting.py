@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,11 @@ def read_unasked(d: KVEngine, link: Link, there: Sequence[int], here: Sequence[i
     for block in here:
         d.write_block(block, b"\xee" * len(d.block(block)))
     request = BlockRead(
-        local=here, remote=there, writing=contextlib.nullcontext, stop=lambda: False, deadline=time.monotonic() + 5
+        local=array("q", here),
+        remote=array("q", there),
+        writing=contextlib.nullcontext,
+        stop=lambda: False,
+        deadline=time.monotonic() + 5,
     )
     link._remote.read(request, lambda: None)
     return b"".join(d.block(block) for block in here)

@@ -131,6 +131,35 @@ TEST(chunks_after_a_run_of_changes_are_right) {
   world.close();
 }
 
+// On a GPU, chunks are hashed in slices while those before are copied: wherever a change lies, it is found, and nothing else is.
+TEST(chunks_of_many_slices_are_copied_where_they_changed) {
+  World world(700);
+  CHECK_EQ(world.saved_now(), world.count);
+  for (const std::vector<uint64_t> &changed :
+       {std::vector<uint64_t>{0, 255, 256, 257, 300, 511, 512, 699}, {256}, {600, 601}, {}, {1, 2, 3, 698}}) {
+    for (const uint64_t chunk : changed) world.change(chunk);
+    CHECK_EQ(world.saved_now(), changed.size());
+    CHECK(world.held() == world.content);
+    for (uint64_t i = 0; i < world.count; ++i) CHECK_EQ(world.known[i], world.hash_of(i));
+  }
+  world.close();
+}
+
+// Several processors share a large chunk's check.
+TEST(chunks_of_more_than_one_part_are_checked_whole) {
+  constexpr uint64_t kLarge = 160 * kChunk;
+  World world(400);
+  const tp_image one = world.as_image();
+  OK(tp_save(world.device.handle, &one, 1, kLarge, 3, &err));
+  CHECK(world.held() == world.content);
+  for (uint64_t i = 0, offset = 0; offset < world.bytes; ++i, offset += kLarge) {
+    const uint64_t hash = hash_chunk(world.content.data() + offset, std::min(kLarge, world.bytes - offset));
+    CHECK_EQ(world.source[i], hash);
+    CHECK_EQ(world.copied[i], hash);
+  }
+  world.close();
+}
+
 TEST(chunks_that_are_not_wanted_are_left_alone) {
   World world;
   world.saved_now();

@@ -300,6 +300,11 @@ FAKE int64_t fake_cuda_pulls() {
   return pulls;
 }
 
+FAKE int64_t fake_cuda_created() {
+  Lock lock(mutex);
+  return static_cast<int64_t>(next_handle);
+}
+
 FAKE int64_t fake_cuda_page_locked() {
   Lock lock(mutex);
   int64_t sum = 0;

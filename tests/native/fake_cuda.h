@@ -8,9 +8,13 @@ namespace fake_cuda {
 // How often the kernel that reads host memory was launched; -1 where the fake is not loaded.
 int64_t pulls();
 
+// Grows by one with every piece of memory that is created; -1 where the fake is not loaded.
+int64_t created();
+
 // The nth of these calls to the driver fails, and no other. Nothing where the fake is not loaded.
 void refuse(const char *call, int64_t nth);
-// Was that call reached? No refusal is left.
+bool reached();  // Was that call?
+// The same, and no refusal is left.
 bool refused();
 
 // Nothing created, mapped, reserved, page-locked or pushed is left, and no call was out of order. Passes where the fake is not

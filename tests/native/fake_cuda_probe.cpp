@@ -25,17 +25,19 @@ static int64_t number(const char *name) {
 
 int64_t page_locked() { return number("fake_cuda_page_locked"); }
 int64_t pulls() { return number("fake_cuda_pulls"); }
-
+int64_t created() { return number("fake_cuda_created"); }
 
 void refuse(const char *call, int64_t nth) {
   auto *function = reinterpret_cast<void (*)(const char *, int64_t)>(symbol("fake_cuda_refuse"));
   if (function != nullptr) function(call, nth);
 }
 
+bool reached() { return number("fake_cuda_calls_to_refusal") == 0; }
+
 bool refused() {
-  const bool reached = number("fake_cuda_calls_to_refusal") == 0;
+  const bool was = reached();
   refuse("", 0);
-  return reached;
+  return was;
 }
 
 void refuse_buffers(bool refuse) {

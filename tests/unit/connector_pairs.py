@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torpor._native import BlockCopy
 from torpor.connectors import ConnectorConfig
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, missing_package
 
@@ -75,13 +76,33 @@ def held_read(reader: KVEngine) -> Iterator[Gate]:
     """Copies into the reader's KV cache wait at the gate."""
     gate = Gate()
     device = reader.memory.device
-    blocks, spans = device.copy_blocks, device.copy
+    blocks, spans, begin = device.copy_blocks, device.copy, device.begin_copy_blocks
     device.copy_blocks, device.copy = gate.before(blocks), gate.before(spans)  # type: ignore[method-assign]
+    if device.copies_beside:  # a read is begun where it is asked for, and waited for by the reader's thread
+
+        def held(*args: Any, **settings: Any) -> Any:
+            return HeldCopy(begin(*args, **settings), gate)
+
+        device.begin_copy_blocks = held  # type: ignore[method-assign]
     try:
         yield gate
     finally:
         gate.open()
-        device.copy_blocks, device.copy = blocks, spans  # type: ignore[method-assign]
+        device.copy_blocks, device.copy, device.begin_copy_blocks = blocks, spans, begin  # type: ignore[method-assign]
+
+
+class HeldCopy:
+    """A copy that was begun and, for whoever waits for it, does not end before the gate is open."""
+
+    def __init__(self, copy: BlockCopy, gate: Gate) -> None:
+        self._copy = copy
+        self.close = gate.before(copy.close)
+
+    def __enter__(self) -> HeldCopy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Background:
