@@ -9,10 +9,9 @@ ARENA = "csrc/src/arena.cpp"
 BACKING = "src/torpor/memory/backing.py"
 CLOCK = "src/torpor/memory/clock.py"
 HEAD_START = "src/torpor/engine/head_start.py"
-WEIGHT_BYTES = "src/torpor/models/weight_bytes.py"
+CHECKPOINT = "src/torpor/models/checkpoint.py"
 TESTS = "tests/unit/test_memory_ahead.py::"
 STARTS = "tests/unit/test_engine_head_start.py::"
-HEADERS = "tests/unit/test_models_weight_bytes.py::"
 
 MUTANTS = (
     Mutant(
@@ -77,15 +76,6 @@ MUTANTS = (
         crash=True,
     ),
     Mutant(
-        "commits-do-not-ask-for-host-memory",
-        ARENA,
-        "  if (bytes > 0) require_host_memory(TP_OP_COMMIT, bytes);\n",
-        "",
-        "the kernel kills somebody while an image is made",
-        NATIVE + "arena_refuses_what_the_machine_has_not",
-        crash=True,
-    ),
-    Mutant(
         "ahead-passes-the-limit",
         BACKING,
         "        self._require_limit(nbytes)\n        if self._space is None:\n",
@@ -119,18 +109,10 @@ MUTANTS = (
         STARTS + "test_a_start_that_fails_gives_all_back",
     ),
     Mutant(
-        "head-start-gives-any-device",
-        HEAD_START,
-        "return memory if memory is not None and memory.config == config else None",
-        "return memory",
-        "an engine lies on another device than it was told",
-        STARTS + "test_a_memory_of_another_device_is_not_taken",
-    ),
-    Mutant(
         "head-start-takes-private-memory-for-shared-images",
         HEAD_START,
-        "if sleep.prepares_images(driver) and not asked.share_images:",
-        "if sleep.prepares_images(driver):",
+        "if sleep.prepares_images(memory.driver) and not memory.share_images and (",
+        "if sleep.prepares_images(memory.driver) and (",
         "every engine of a host takes the memory that they were to share",
         STARTS + "test_nothing_is_taken_where_no_image_is_prepared",
     ),
@@ -143,19 +125,11 @@ MUTANTS = (
         STARTS + "test_the_engine_gets_the_memory_that_was_opened_ahead",
     ),
     Mutant(
-        "headers-are-believed",
-        WEIGHT_BYTES,
-        "    if 8 + length + sum(elements * _STORED[dtype] for dtype, elements in tensors) != file.stat().st_size:\n",
-        "    if 8 + length > file.stat().st_size:\n",
-        "a damaged file of a few bytes takes all the host's memory",
-        HEADERS + "test_what_cannot_be_told_is_nothing",
-    ),
-    Mutant(
         "weights-are-guessed-as-they-are-stored",
-        WEIGHT_BYTES,
-        "size = _COMPUTED.get(dtype, min(4, _STORED[stored])) if stored in _FLOATS else _STORED[stored]",
-        "size = _STORED[stored]",
+        CHECKPOINT,
+        "kinds = [(e, dtype if e.dtype.is_floating_point else e.dtype) for e in self.entries.values()]",
+        "kinds = [(e, e.dtype) for e in self.entries.values()]",
         "twice the memory is taken for a model that is served in half its precision",
-        HEADERS + "test_it_is_what_the_weights_take",
+        STARTS + "test_what_is_expected_is_what_the_weights_take",
     ),
 )

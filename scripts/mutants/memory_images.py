@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "m4-host-memory-of-a-failed-sleep-is-kept",
         BACKING,
-        "            self.give_back(committed)\n",
+        "                self.give_back(committed)\n",
         "",
         "every sleep that fails for want of host memory leaves less of it",
         SLEEP_TESTS + "test_m4_host_memory_that_was_got_for_a_failed_sleep_is_given_back",

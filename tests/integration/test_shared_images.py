@@ -1,4 +1,4 @@
-"""Two engines as two processes with the same weights: one image between them, whatever becomes of either (M4, M6, M7, M12)."""
+"""Engines in processes of their own with the same weights: one image between them, whatever becomes of any (M4, M6, M7, M12)."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ class Child:
 
 
 @pytest.fixture
-def children() -> Iterator[list[Child]]:
+def children(request: pytest.FixtureRequest) -> Iterator[list[Child]]:
+    """Two, or as many as a test is parametrized with."""
     if reason := why_impossible():
         pytest.skip(reason)
-    started = [Child(), Child()]
+    started = [Child() for _ in range(getattr(request, "param", 2))]
     yield started
     names = set().union(*(image_files_of(child.pid) for child in started))
     for child in started:
@@ -93,20 +94,39 @@ def image_files_of(pid: int) -> set[str]:
     return {name for name in names if name.startswith("/memfd:torpor-image-")}
 
 
-def test_two_asleep_take_one_image_of_memory(children: list[Child]) -> None:
+@pytest.mark.parametrize("children", [2, 4], indirect=True)
+def test_asleep_they_take_one_image_of_memory(children: list[Child]) -> None:
     """By their proportional set sizes: 64 MiB of weights each, asleep at level 1."""
     awake = [child.pss() for child in children]  # the weights, no image yet
-    first, second = children
+    first, *others = children
     assert first.do("share") == {"found": 0, "made": SIZE, "private": 0}
-    assert second.do("share") == {"found": SIZE, "made": 0, "private": 0}
-    assert [child.do("sleep") for child in children] == [0, 0], "the first sleep has nothing to copy"
+    for other in others:
+        assert other.do("share") == {"found": SIZE, "made": 0, "private": 0}
+    assert not any(child.do("sleep") for child in children), "the first sleep has nothing to copy"
     asleep = [child.pss() for child in children]
-    without = sum(awake) - 2 * SIZE  # what the processes are beside their weights
+    without = sum(awake) - len(children) * SIZE  # what the processes are beside their weights
     assert sum(asleep) - without == pytest.approx(SIZE, abs=2 * SPREAD)
     for child in children:
-        assert child.pss() == pytest.approx(asleep[0], abs=SPREAD), "each has its half"
+        assert child.pss() == pytest.approx(asleep[0], abs=SPREAD), "each has its share"
         child.do("wake")
         assert child.do("right")
+
+
+@pytest.mark.parametrize("children", [4], indirect=True)
+def test_four_at_the_same_moment_make_one_image(children: list[Child]) -> None:
+    """And the death of whoever made it takes nothing from those who sleep."""
+    for child in children:
+        child.ask("share")
+    shares = [child.answer() for child in children]
+    assert sum(share["made"] for share in shares) == SIZE
+    assert sum(share["found"] for share in shares) == 3 * SIZE
+    assert not any(child.do("sleep") for child in children)
+    maker = next(child for child, share in zip(children, shares, strict=True) if share["made"])
+    maker.kill()
+    for child in children:
+        if child is not maker:
+            child.do("wake")
+            assert child.do("right")
 
 
 def test_m7_new_weights_of_one_are_its_own(children: list[Child]) -> None:

@@ -184,6 +184,7 @@ TEST(ahead_ends_with_its_arena) {
   fixture::Device device;
   const Arena arena(device, 256 * kMiB);
   OK(tp_arena_commit_ahead(arena.handle, 0, 200 * kMiB, kMiB, 1, &err));
+  while (progress(arena).taken_bytes == 0) std::this_thread::yield();
   OK(tp_arena_destroy(arena.handle, &err));  // in the middle of it
   CHECK_EQ(device.stats().spare_bytes, 0u);
   device.close();

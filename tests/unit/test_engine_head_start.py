@@ -1,8 +1,7 @@
-"""What a start does beside the import of the model libraries, and what is left of it when the start fails."""
+"""What a start does beside the check of the model's files, and what is left of it when the start fails."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 from engine_models import save_model, tiny_engine
-from tiny_models import save_tiny
+from tiny_models import make_worker, save_tiny
 
+from torpor.connectors.config import ConnectorConfig
 from torpor.engine import startup
-from torpor.engine.head_start import HeadStart
+from torpor.engine.head_start import HeadStart, expected_bytes
 from torpor.engine.startup import start_core
 from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, ModelError
 from torpor.memory import Memory, MemoryConfig
@@ -86,7 +86,7 @@ def test_nothing_is_taken_where_no_image_is_prepared(folder: Path, settings: dic
     config = tiny_engine(folder, **{"driver": "host"} | settings)
     if settings.get("enable_sleep_mode", True):
         with closing(HeadStart(config)) as head_start:
-            assert head_start.memory(config.memory) is None
+            assert head_start.memory() is None
     assert not opened.taken
 
 
@@ -94,30 +94,6 @@ def test_without_sleep_mode_prepared_images_are_none(folder: Path, opened: Opene
     core = start_core(tiny_engine(folder, driver="host", enable_sleep_mode=False))
     assert not opened.taken
     core.shutdown()
-
-
-def test_a_memory_of_another_device_is_not_taken(folder: Path, opened: Opened) -> None:
-    config = tiny_engine(folder, driver="host", prepare_images=True)
-    with closing(HeadStart(config)) as head_start:
-        assert head_start.memory(dataclasses.replace(config.memory, device=1)) is None
-        assert len(opened) == 1
-    assert opened.all_closed
-
-
-def test_auto_falls_back_to_the_host(folder: Path) -> None:
-    asked: list[str] = []
-
-    def no_gpu(config: MemoryConfig) -> Memory:
-        asked.append(config.driver)
-        if config.driver == "cuda":
-            raise ConfigurationError("none here", setting="driver")
-        return Memory(config)
-
-    config = tiny_engine(folder, prepare_images=True)
-    with nothing_leaks(), closing(HeadStart(config, no_gpu)) as head_start:
-        host = dataclasses.replace(config.memory, driver="host")
-        assert head_start.memory(host) is not None
-    assert asked == ["cuda", "host"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +105,7 @@ def test_what_fails_is_the_starts_to_tell(folder: Path, error: Exception) -> Non
 
     config = tiny_engine(folder, driver="host", prepare_images=True)
     with closing(HeadStart(config, fails)) as head_start:
-        assert head_start.memory(config.memory) is None
+        assert head_start.memory() is None
 
 
 def test_without_host_memory_the_start_says_so(folder: Path, opened: Opened) -> None:
@@ -140,7 +116,7 @@ def test_without_host_memory_the_start_says_so(folder: Path, opened: Opened) -> 
     assert opened.all_closed
 
 
-@pytest.mark.parametrize("phase", ["import", "connector", "model", "weights", "KV cache", "warm-up", "images"])
+@pytest.mark.parametrize("phase", ["connector", "model", "weights", "KV cache", "warm-up", "images"])
 def test_a_start_that_fails_gives_all_back(
     folder: Path, tmp_path: Path, opened: Opened, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,15 +129,15 @@ def test_a_start_that_fails_gives_all_back(
         settings["kv_cache_bytes"], settings["num_blocks"] = 1, None
     else:
         where, name = {
-            "import": (startup, "import_model_libraries"),
-            "connector": (startup, "on_this_machine"),
+            "connector": (startup, "choose_connector"),
             "weights": (Memory, "pool"),
             "warm-up": (startup.UniprocExecutor, "warm_up"),
             "images": (Memory, "prepare_images"),
         }[phase]
         monkeypatch.setattr(where, name, interrupted)
+    connector = ConnectorConfig(connector="ipc") if phase == "connector" else None
     with pytest.raises((KeyboardInterrupt, ModelError, ConfigurationError)):
-        start_core(tiny_engine(folder, **settings))
+        start_core(tiny_engine(folder, connector=connector, **settings))
     assert len(opened.taken) == len(opened) == 1
     assert opened.all_closed
 
@@ -183,3 +159,31 @@ def test_closing_waits_for_what_is_being_opened(folder: Path) -> None:
     head_start.close()
     head_start.close()
     assert found[0]._shared.closed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_expected_is_what_the_weights_take(tmp_path: Path, family: str, dtype: str) -> None:
+    save_tiny(tmp_path, family)
+    worker = make_worker(tmp_path, dtype=dtype)
+    try:
+        taken = worker.memory.stats().tag("weights").allocated_bytes
+        assert expected_bytes(tiny_engine(tmp_path, driver="host", dtype=dtype)) == taken
+    finally:
+        worker.shutdown()
+
+
+def test_nothing_is_expected_of_what_is_no_folder_of_weights(folder: Path) -> None:
+    assert expected_bytes(tiny_engine(folder, load_format="random")) == 0
+    assert expected_bytes(tiny_engine(folder / "model.safetensors")) == 0
+    assert expected_bytes(tiny_engine(Path("/nowhere"))) == 0
+
+
+def test_damaged_files_are_the_starts_to_tell(tmp_path: Path, opened: Opened) -> None:
+    """A header that promises more than the file has takes no host memory."""
+    save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="truncated"):
+        start_core(tiny_engine(tmp_path, driver="host", prepare_images=True))
+    assert not opened

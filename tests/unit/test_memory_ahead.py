@@ -10,7 +10,7 @@ import pytest
 import torch
 from sharing_kit import Engine
 
-from torpor._native import Device, Op
+from torpor._native import Arena, Device, Op
 from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, StateError
 from torpor.memory import Memory, MemoryConfig, backing
 from torpor.memory.clock import Waits
@@ -103,14 +103,16 @@ def test_a_wrong_guess_costs_time_and_nothing_else(memory: Memory, guess: int, e
     cycles(memory, tensor)
 
 
-def test_it_is_taken_once_and_only_before_there_are_images(memory: Memory) -> None:
+def test_it_is_taken_once_and_only_before_there_are_images(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = filled(memory)
     taken(memory, CHUNK)
+    monkeypatch.setattr(Arena, "commit_ahead", lambda *arguments: pytest.fail("once more"))
     memory.take_ahead(5 * CHUNK)
     assert memory.end_ahead().taken_bytes == CHUNK
-    memory.prepare_images()
     memory.take_ahead(5 * CHUNK)
-    assert memory.stats().host_spare_bytes == 0
+    memory.prepare_images()
+    memory.take_ahead(40 * CHUNK)
+    assert memory.end_ahead().taken_bytes == CHUNK
     cycles(memory, tensor)
 
 

@@ -23,7 +23,6 @@ from torpor.engine.base import EngineInfo, EngineState
 from torpor.engine.config import EngineConfig
 from torpor.engine.core import EngineCore
 from torpor.engine.executor import Executor, Progress, UniprocExecutor
-from torpor.engine.head_start import HeadStart
 from torpor.engine.kv_connector import choose_connector
 from torpor.engine.lifecycle_parts import Background
 from torpor.engine.sleep_plan import sleep_rules
@@ -70,16 +69,17 @@ def start_core(
 ) -> EngineCore:
     """An engine core that is awake. Blocks while it loads. When it raises, everything it had taken is given back."""
     timer = PhaseTimer(progress, time.monotonic)
-    with contextlib.closing(HeadStart(config)) as head_start:
-        timer.run("importing the model libraries", import_model_libraries)
-        from torpor.engine.worker import Worker
-        from torpor.models import resolve_model
+    timer.run("importing the model libraries", import_model_libraries)
+    from torpor.engine.head_start import HeadStart
+    from torpor.engine.worker import Worker
+    from torpor.models import resolve_model
 
-        config = on_this_machine(config)
+    config = on_this_machine(config)
+    with contextlib.closing(HeadStart(config)) as head_start:
         kind_and_config = choose_connector(_with_lease(config), config.sleep) if config.connector else None
         resolved = timer.run("checking the model", lambda: resolve_model(config.model, progress))
         guarded = kind_and_config is None or kind_and_config[0].guarded
-        executor = UniprocExecutor(Worker(config, resolved, memory=head_start.memory(config.memory), kv_guarded=guarded))
+        executor = UniprocExecutor(Worker(config, resolved, memory=head_start.memory(), kv_guarded=guarded))
         head_start.hand_over()
     return bring_up(
         config, resolved, executor, kind_and_config, progress=progress, on_state=on_state, on_ready=on_ready, timer=timer

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from torpor.errors import ModelError
+from torpor.memory.segment import ALIGN_BYTES
 from torpor.models.device_reads import DeviceRead, read_to_device
 from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.hardware import usable_cores
@@ -77,6 +78,11 @@ class Checkpoint:
     @property
     def num_elements(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
+
+    def bytes_in_pool(self, dtype: torch.dtype) -> int:
+        """What all of its tensors take there, floating-point ones in ``dtype``."""
+        kinds = [(e, dtype if e.dtype.is_floating_point else e.dtype) for e in self.entries.values()]
+        return sum(-(-math.prod(e.shape) * kind.itemsize // ALIGN_BYTES) * ALIGN_BYTES for e, kind in kinds)
 
     def digest(self) -> str:
         """Hash of every byte of every file: changes when any weight does. Reads all files, several chunks at a time."""
