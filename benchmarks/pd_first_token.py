@@ -161,7 +161,7 @@ def main() -> None:
         kv_cache_bytes="256MiB",
     )
     if options.quick:
-        options.lengths, options.rounds, options.kv_cache_bytes = "40", 1, "4MiB"
+        options.lengths, options.rounds, options.kv_cache_bytes = "30", 1, "4MiB"
         if options.connectors.count(","):
             options.connectors = "ipc,offload"
     run = common.Run("pd_first_token", "time to the first token: KV from elsewhere against a single engine", options.out)

@@ -211,6 +211,11 @@ class TestVitals:
 class TestSilentOwners:
     """What comes from a store whose engine was stopped while it kept a prompt is the beginning of it."""
 
+    def stage(self) -> MagicMock:
+        stage = MagicMock()
+        stage.patient.side_effect = lambda seconds: seconds
+        return stage
+
     def reader(self, right_blocks: int) -> MagicMock:
         d = MagicMock()
         d.call.side_effect = lambda name, *args, **kwargs: {"read": "recving", "blocks_asked": 1, "sums": [0]}[name]
@@ -219,11 +224,11 @@ class TestSilentOwners:
         return d
 
     def test_the_beginning_of_a_prompt_is_enough_if_it_is_right(self) -> None:
-        items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=1))
+        items_peers._silent_owner(self.stage(), MagicMock(), self.reader(right_blocks=1))
 
     def test_wrong_bytes_are_caught(self) -> None:
         with pytest.raises(Failure, match="wrong bytes"):
-            items_peers._silent_owner(MagicMock(), MagicMock(), self.reader(right_blocks=0))
+            items_peers._silent_owner(self.stage(), MagicMock(), self.reader(right_blocks=0))
 
 
 class TestCommand:
