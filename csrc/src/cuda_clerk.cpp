@@ -11,16 +11,39 @@ namespace {
 
 constexpr std::chrono::seconds kLongestGoodbye{1};
 
-// Held while a clerk works. A process that ends takes it for good, so that nobody calls a driver that is taken down; a driver that
-// does not answer keeps it, and is not waited for. Never destroyed.
-std::timed_mutex &at_work() {
-  static auto *mutex = new std::timed_mutex;
-  return *mutex;
+// One clerk works at a time. A process that ends says goodbye first, so that nobody calls a driver that is taken down: no work begins
+// after that, and for what a driver does not end nobody waits. Never destroyed.
+struct Desk {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool taken = false, closed = false;
+};
+
+Desk &desk() {
+  static auto *only = new Desk;
+  return *only;
 }
 
 void close_at_exit() {
-  static const int once = std::atexit([] { (void)at_work().try_lock_for(kLongestGoodbye); });
+  static const int once = std::atexit([] {
+    std::unique_lock<std::mutex> lock(desk().mutex);
+    desk().closed = true;
+    desk().changed.notify_all();
+    desk().changed.wait_for(lock, kLongestGoodbye, [] { return !desk().taken; });
+  });
   (void)once;
+}
+
+void work_at_desk(const std::function<void()> &work) {
+  std::unique_lock<std::mutex> lock(desk().mutex);
+  desk().changed.wait(lock, [] { return !desk().taken || desk().closed; });
+  if (desk().closed) return;
+  desk().taken = true;
+  lock.unlock();
+  work();
+  lock.lock();
+  desk().taken = false;
+  desk().changed.notify_all();
 }
 
 }  // namespace
@@ -75,10 +98,7 @@ void Clerk::run() {
       expected_ = false;
       working_ = true;
       lock.unlock();
-      {
-        const std::lock_guard<std::timed_mutex> guard(at_work());
-        work_();
-      }
+      work_at_desk(work_);
       lock.lock();
       working_ = false;
       changed_.notify_all();

@@ -149,6 +149,14 @@ MUTANTS = (
         hang=True,
     ),
     Mutant(
+        "native-the-clerk-waits-for-what-the-goodbye-keeps",
+        "csrc/src/cuda_clerk.cpp",
+        "    desk().closed = true;\n",
+        "    desk().taken = true;\n",
+        "a process that ends while memory is taken back never ends",
+        NATIVE + "threads_a_clerk_that_outlives_the_goodbye_ends",
+    ),
+    Mutant(
         "native-released-memory-waits-for-the-next-wake",
         "csrc/src/cuda_driver.cpp",
         "if ((released_ += physical.bytes) >= kMuch)",

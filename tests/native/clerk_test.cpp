@@ -1,7 +1,15 @@
 // What the cuda driver does for memory that was released, beside everybody else.
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <string>
 #include <thread>
 
+#include "cuda_clerk.h"
 #include "fake_cuda.h"
 #include "fixture.h"
 
@@ -28,7 +36,42 @@ bool created_since(int64_t before, int64_t count) {
   return fake_cuda::created() == before + count;
 }
 
+constexpr const char *kEndsNow = "TORPOR_TEST_CLERK_ENDS";
+
+// Its work is due between the process's goodbye and its own end.
+void leave_work_until_the_end() {
+  static torpor::cuda::Clerk clerk([] {});
+  std::atexit([] { pass(200); });
+  clerk.expect(torpor::cuda::Clerk::Clock::now() + std::chrono::milliseconds(100));
+}
+
+// This very test in a process of its own; whether that came to its end.
+bool ends(const char *test) {
+  std::string mark = std::string(kEndsNow) + "=1";
+  std::string program = "/proc/self/exe", driver = "host", name = test;
+  char *const arguments[] = {program.data(), driver.data(), name.data(), nullptr};
+  std::vector<char *> environment{mark.data()};
+  for (char **each = environ; *each != nullptr; ++each) environment.push_back(*each);
+  environment.push_back(nullptr);
+  pid_t child = 0;
+  CHECK_EQ(posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environment.data()), 0);
+  for (int i = 0; i < 2000; ++i) {
+    int status = 0;
+    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    pass(10);
+  }
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return false;
+}
+
 }  // namespace
+
+// A clerk may be ended after the process has said goodbye to the driver, with work that is due: it does none, and ends.
+TEST(threads_a_clerk_that_outlives_the_goodbye_ends) {
+  if (std::getenv(kEndsNow) != nullptr) return leave_work_until_the_end();
+  CHECK(ends("threads_a_clerk_that_outlives_the_goodbye_ends"));
+}
 
 // The driver takes released memory back when the next is created: once, before somebody waits for it.
 TEST(threads_released_memory_is_taken_back_before_it_is_asked_for) {

@@ -322,6 +322,20 @@ class TestEngines:
         assert engine.figures.disk_blocks == 0
         assert not list(engines.folder.glob("*/*"))
 
+    def test_e6_a_disk_that_is_gone_does_not_hinder_an_update(self, engines: Engines) -> None:
+        engine = engines.start()
+        engine.answer("a", prompt=LONG)
+        written(engine, 10)
+        shutil.rmtree(engines.folder)
+        engines.folder.write_text("something else")
+        engine.core.set_weights_version("fake@2")
+        assert (engine.figures.disk_blocks, engine.figures.host_blocks) == (0, 0)
+        engine.answer("b", prompt=LONG)
+        assert engine.cached("b") == 0
+        engine.forget()
+        engine.answer("c", prompt=LONG)
+        assert engine.cached("c") == 40, "host memory goes on"
+
     def test_another_layout_finds_nothing(self, engines: Engines) -> None:
         from torpor.testing.engine import FakeWorker
 

@@ -9,7 +9,7 @@ import pytest
 from engine_driver import PROMPT, Driver
 
 from torpor.engine.base import EngineState
-from torpor.errors import ConnectorError, DeviceError, EngineDeadError, ModelError, SleepAborted, StateError
+from torpor.errors import ConnectorError, DeviceError, EngineDeadError, ModelError, SleepAborted, StateError, TransportError
 from torpor.kvcache.prefix import root_digest
 from torpor.memory import Content
 from torpor.testing.engine import FakeConnector, FakeWorker
@@ -238,6 +238,21 @@ class TestConnectors:
         engine.step()
         assert ticket.done()
         assert (engine.connector.version, engine.connector_scheduler.version) == (NEW, NEW)
+        engine.close()
+
+    def test_one_that_cannot_take_the_version_ends_the_core(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its KV would be the old weights', or the new ones': nobody knows. So nothing is served any more."""
+        engine = Driver(connector=FakeConnector)
+        engine.slept(level=2)
+
+        def fail(version: str) -> None:
+            raise TransportError("told to fail", transport="fake")
+
+        monkeypatch.setattr(engine.connector, "set_weights_version", fail)
+        ticket = engine.core.update_weights(NEW)
+        with pytest.raises(TransportError):
+            engine.settle()
+        assert not ticket.done()
         engine.close()
 
     def test_one_that_does_not_follow_is_refused_by_name(self) -> None:

@@ -218,7 +218,10 @@ class OffloadStore(Store):
         self._names.use(version)
         self._host.clear()
         if self._disk is not None:
-            self._disk.use(self._names.root)
+            try:
+                self._disk.use(self._names.root)
+            except ConfigurationError as error:  # as when it fails later: what is not kept is computed
+                logger.warning("no KV of the new weights is kept on disk: %s", error)
 
     def stats(self) -> StoreStats:
         host, disk = self._host, self._disk
