@@ -140,9 +140,9 @@ class PairRequests(PairBase):
             return
         plain = device.copy_blocks
 
-        def slowly(*args: Any) -> Any:
+        def slowly(*args: Any, **settings: Any) -> Any:
             time.sleep(SLOW_COPY_S)
-            return plain(*args)
+            return plain(*args, **settings)
 
         device.copy_blocks = slowly  # type: ignore[method-assign]
 
