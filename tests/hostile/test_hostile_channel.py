@@ -68,7 +68,7 @@ def test_spoiled_messages_at_every_point_of_the_conversation(pairs: Pairs) -> No
     rand = hostile_kit.rng(f"messages {pairs.connector}")
     p, _, good = pair_of(pairs, extra={"handshake_timeout_s": 0.5})
     good.read()
-    before = open_descriptors()
+    before = open_descriptors(p)
     for round_ in range(hostile_kit.scaled(150)):
         said = good_messages(pairs.connector)
         at = rand.randrange(len(said))
@@ -78,7 +78,7 @@ def test_spoiled_messages_at_every_point_of_the_conversation(pairs: Pairs) -> No
         if round_ % 10 == 0:
             good.read()
     check_unharmed(p, good)
-    settle(lambda: open_descriptors() <= before + 2)
+    settle(lambda: open_descriptors(p) <= before + 2)
 
 
 def test_conversations_out_of_order_repeated_or_cut(pairs: Pairs) -> None:
