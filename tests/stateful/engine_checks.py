@@ -18,7 +18,7 @@ from torpor.engine.base import EngineState
 from torpor.engine.config import EngineConfig
 from torpor.engine.core import EngineCore
 from torpor.engine.lifecycle import MOVES
-from torpor.errors import EngineDeadError, SleepAborted, StateError, TorporError
+from torpor.errors import EngineDeadError, ModelError, SleepAborted, StateError, TorporError
 from torpor.memory import Content
 from torpor.request import FinishReason
 from torpor.testing.clock import FakeClock
@@ -142,10 +142,12 @@ class EngineChecks(RuleBasedStateMachine):
     def call_ended(self, call: Call) -> None:
         """Called at the moment a ticket completes."""
         error = call.ticket.exception(0)
-        outcome = type(error).__name__ if error is not None else "no-op" if call.report["noop"] else call.report["state"]
+        outcome = type(error).__name__ if error is not None else "no-op" if call.report.get("noop") else call.report["state"]
         count(f"{call.what} > {outcome}")
         if error is not None:
             self._check_failure(call, error)
+        elif call.what == "update":
+            self._updated(call)
         elif call.sleeps and call.unmaps:
             assert call.report["state"] == self.core.state.value == "asleep"
             noop = self.pools.sleep(call.policies)
@@ -162,6 +164,17 @@ class EngineChecks(RuleBasedStateMachine):
         assert call.report["missing_tags"] == self.pools.missing()
         assert call.report["state"] == ("asleep" if self.pools.missing() else "awake")
 
+    def _updated(self, call: Call) -> None:
+        """Whoever is not answered yet goes on with the new weights (the engine sleeps, so all that was said has been heard)."""
+        self.events.pump()
+        present = self.core.scheduler._queues.by_id
+        self.pools.update()
+        self.worker.version = call.version
+        for name in self.open_names():
+            stream = self.streams[name]
+            assert name not in present or len(stream.tokens) == len(present[name].outputs)
+            stream.versions += ((len(stream.tokens), call.version),)
+
     def _check_failure(self, call: Call, error: BaseException) -> None:
         assert isinstance(error, TorporError), repr(error)
         if isinstance(error, SleepAborted):
@@ -174,6 +187,8 @@ class EngineChecks(RuleBasedStateMachine):
                     assert self.faulty
                 case reason:
                     assert reason in ("woken", "resumed")
+        elif call.what == "update" and not call.version:
+            assert isinstance(error, (ModelError, StateError, EngineDeadError))
         elif not isinstance(error, (EngineDeadError, StateError)):
             assert self.faulty, f"{call.what} failed without a cause: {error!r}"
         elif isinstance(error, StateError) and call.unmaps and not self.faulty:
@@ -195,6 +210,7 @@ class EngineChecks(RuleBasedStateMachine):
     def _take_stock(self) -> None:
         stats = self.core.stats().memory
         asked = {tag for c in self.calls if c.sleeps for tag, policy in c.policies.items() if policy == "discard"}
+        asked |= {"weights" for c in self.calls if c.what == "update"}
         for tag in ("weights", "runtime"):
             assert stats.tag(tag).content is not Content.LOST or tag in asked, f"{tag} is lost, and nobody asked for it (M12)"
         self.pools.look(stats)
@@ -217,6 +233,7 @@ class EngineChecks(RuleBasedStateMachine):
         if state in IN_TRANSACTION:
             return
         self.worker.memory.check_integrity()
+        assert stats.model_id == f"fake@{self.worker.version}"
         if not self.faulty:
             self.pools.check(stats.memory)
         if stats.memory.tag("kv_cache").content is Content.LOST:
@@ -234,7 +251,7 @@ class EngineChecks(RuleBasedStateMachine):
         if failure := stream.failure():
             raise failure
         request = stream.request
-        text, reason = reference(tuple(request.prompt_token_ids), request.sampling, self.context_len)
+        text, reason = reference(tuple(request.prompt_token_ids), request.sampling, self.context_len, stream.versions)
         said = tuple(stream.tokens)
         assert said == text[: len(said)], f"{request.request_id} said {said}, the reference says {text}"
         assert len(said) < len(text) or stream.end is not None

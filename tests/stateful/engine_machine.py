@@ -11,7 +11,16 @@ from typing import Any
 from actions import Action, action, one_of
 from checked_worker import EOS_IDS
 from engine_checks import EngineChecks
-from engine_model import TAGS, Call, S, policies_of, state_after_resume, state_after_sleep, state_after_wake
+from engine_model import (
+    TAGS,
+    Call,
+    S,
+    policies_of,
+    state_after_resume,
+    state_after_sleep,
+    state_after_update,
+    state_after_wake,
+)
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from step_counter import count_machine, count_step
@@ -73,6 +82,8 @@ ACTIONS = one_of(
     action("pause", mode=modes, then=thens),
     action("resume"),
     action("release", then=thens),
+    action("update", 2, version=st.integers(0, 3), then=thens),
+    action("retrain", version=st.integers(1, 3), level=st.integers(1, 2), mode=modes),
     action("a_bad_sleep", bad=st.sampled_from(BAD_SLEEPS)),
     action("transact", 3, fault=driver_faults, fails=st.sampled_from([None, None, None, "reload", "release", "restore"])),
     action("time_passes", seconds=st.sampled_from([1.0, 6.0, 70.0])),
@@ -123,6 +134,7 @@ class EngineMachine(EngineChecks):
         full = self.core.stats().scheduler.waiting >= self.config.scheduler.max_waiting
         stream = self.events.stream(self.client, request)
         stream.while_asleep = away
+        stream.versions = ((0, self.worker.version),)
         if away and self.config.sleep.while_asleep == "reject":
             assert isinstance(stream.error, AsleepError), f"{state}: {stream.error!r}"
             assert (stream.error.fields["retry_after_s"], stream.error.fields["state"]) == (RETRY_S, state.value)
@@ -223,6 +235,18 @@ class EngineMachine(EngineChecks):
     def resume(self) -> None:
         call = self.called("resume", self.core.resume)
         self._check_outcome(call, *state_after_resume(call.asked_in, call.draining))
+
+    def update(self, version: int, then: str) -> None:
+        source = f"fake@{version}" if version else "nowhere"
+        call = self.called("update", lambda: self.core.update_weights(source), version=version)
+        self._check_outcome(call, *state_after_update(call.asked_in, self.pools))
+        self._go_on(call, then)
+
+    def retrain(self, version: int, level: int, mode: Any) -> None:
+        """As a trainer does it: otherwise few updates find an engine that is asleep and has no KV."""
+        self.sleep(level, None, mode, None, "its end")
+        self.update(version, "its end")
+        self.wake(None, "its end")
 
     def a_bad_sleep(self, bad: dict[str, Any]) -> None:
         state = self.core.state

@@ -47,6 +47,14 @@ class Pools:
                 self.content[tag] = Content.VALID
         return refilled
 
+    def update(self) -> None:
+        """What was left of the old weights is given up."""
+        self.sleep({"weights": "discard"})
+
+    @property
+    def kv_is_gone(self) -> bool:
+        return not self.resident["kv_cache"] and self.content["kv_cache"] is Content.LOST
+
     def missing(self) -> list[str]:
         return sorted(tag for tag in TAGS if not self.resident[tag] or self.content[tag] is not Content.VALID)
 
@@ -67,7 +75,7 @@ class Pools:
 
 @dataclass
 class Call:
-    """One call of sleep, wake_up, pause, resume or release, and what it asked for."""
+    """One call of sleep, wake_up, pause, resume, release or update_weights, and what it asked for."""
 
     what: str
     ticket: Ticket
@@ -77,6 +85,7 @@ class Call:
     deadline_s: float = 60.0
     level: int | None = None
     tags: Sequence[str] | None = None
+    version: int = 0  # of the weights; 0: of none that there are
     draining: Call | None = None  # what the engine drained for when it came
 
     @property
@@ -130,6 +139,16 @@ def state_after_wake(state: EngineState) -> tuple[EngineState, str]:
             return state, "waits"
         case _:
             return S.WAKING, "begins"
+
+
+def state_after_update(state: EngineState, pools: Pools) -> tuple[EngineState, str]:
+    match state:
+        case S.SLEEPING | S.WAKING:
+            return state, "waits"
+        case S.ASLEEP if pools.kv_is_gone:
+            return S.SLEEPING, "begins"
+        case _:
+            return state, "refused"
 
 
 def state_after_resume(state: EngineState, draining_for: Call | None) -> tuple[EngineState, str]:

@@ -33,6 +33,7 @@ driver_faults = st.sampled_from([None] * 5) | st.tuples(
     st.sampled_from([Op.CREATE, Op.MAP, Op.UNMAP, Op.EXPORT, Op.COPY]), st.integers(1, 3), st.sampled_from([1, 1000])
 )
 sides = st.sampled_from(["P", "D"])
+versions = st.integers(1, 2)
 forgeries = st.sampled_from([*[None] * len(FORGERIES), *FORGERIES])
 
 ACTIONS = one_of(
@@ -52,6 +53,9 @@ ACTIONS = one_of(
     action("pause", who=sides, mode=modes),
     action("resume", who=sides),
     action("release", who=sides),
+    action("update", who=sides, version=versions),
+    action("retrain", who=sides, version=versions, level=st.integers(1, 2), mode=modes),
+    action("agree", 2, leader=sides),
     action("transact", 2, who=sides, fault=driver_faults),
     action("restart", who=sides),
     action("crash", who=sides),
@@ -138,6 +142,7 @@ class PairMachine(PairRequests, PairMoves, RuleBasedStateMachine):
             assert stats.cache.free_blocks == stats.cache.num_blocks, f"{side.name}: blocks leak"
             assert stats.connector is not None
             assert (stats.connector.pending_hand_offs, stats.connector.loads_in_flight) == (0, 0), stats.connector
+        self.agree("P")
         self.hand_offs.clear()
         self.prefill([91] * 9, False, True)
         self.read_now(0, None)

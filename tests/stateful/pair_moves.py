@@ -67,6 +67,27 @@ class PairMoves(PairBase):
     def release(self, who: str) -> None:
         self._call(who, lambda core: core.release_kv_cache_memory())
 
+    def update(self, who: str, version: int) -> None:
+        self._call(who, lambda core: self.sides[who].update_weights(version))
+
+    def retrain(self, who: str, version: int, level: int, mode: Any) -> None:
+        """As a trainer does it, of one of the two: what the other has is of other weights then."""
+        self.wake_whole(who)
+        self.fall_asleep(who, level, mode)
+        side = self.sides[who]
+        updated = side.update_weights(version)
+        side.until(updated.done, "an update")
+        assert updated.result(0)["model_id"] == f"fake@{version}"
+        self.wake_whole(who)
+        count(f"{who} is retrained")
+
+    def agree(self, leader: str) -> None:
+        """Of the same weights again."""
+        follower = {"P": "D", "D": "P"}[leader]
+        version = self.sides[leader].worker.version
+        if self.sides[follower].worker.version != version:
+            self.retrain(follower, version, 2, "wait")
+
     def transact(self, who: str, fault: tuple[Op, int, int] | None) -> None:
         side = self.sides[who]
         with contextlib.ExitStack() as during:

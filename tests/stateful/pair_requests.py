@@ -80,7 +80,9 @@ class PairRequests(PairBase):
             return
         self.d.until(lambda: asked.end is not None, "an answer", others=self.p.step)
         done, failed, received = (now - then for now, then in zip(self._loads(), before, strict=True))
-        count(f"read {'as it is' if forgery is None else 'forged'} > {'done' if done else 'lost' if failed else 'not wanted'}")
+        how = "as it is" if forgery is None else "forged"
+        how = how if self.p.worker.version == self.d.worker.version else "of other weights"
+        count(f"read {how} > {'done' if done else 'lost' if failed else 'not wanted'}")
         assert done + failed == int(wanted), f"{forgery}: {done} loads done, {failed} failed, {wanted} wanted"
         assert asked.end is not None
         if wanted and must is not None:
@@ -95,6 +97,8 @@ class PairRequests(PairBase):
 
     def _must_arrive(self, hand_off: HandedOff, prompt: list[int], params: dict[str, Any], forgery: str | None) -> bool | None:
         """None: nobody can say. The bytes must be right in any case."""
+        if self.p.worker.version != self.d.worker.version:
+            return False
         if hand_off.alive is None:
             return None
         must = hand_off.alive and same(params, hand_off.params) and prompt == hand_off.prompt

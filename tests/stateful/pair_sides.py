@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checked_worker import EOS_IDS, CheckedWorker, reference
+from checked_worker import EOS_IDS, FIRST, CheckedWorker, Versions, reference
 from pair_connectors import CONNECTORS, cut, placed, pull_workers
 
 from torpor.connectors import ConnectorConfig
@@ -39,13 +39,14 @@ class Asked:
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    versions: Versions = FIRST
     tokens: list[int] = field(default_factory=list)
     end: EngineOutput | None = None
     may_abort: bool = False
     hands_off: bool = False
 
     def check(self, context_len: int, broken: bool) -> None:
-        text, reason = reference(self.prompt, self.sampling, context_len)
+        text, reason = reference(self.prompt, self.sampling, context_len, self.versions)
         said = tuple(self.tokens)
         assert said == text[: len(said)], f"{self.prompt}: said {said}, the reference says {text} (P5)"
         if self.end is None:
@@ -179,8 +180,21 @@ class Side:
         self.core.add(request)
         if name in self.asked:
             self.past.append(self.asked[name])
-        self.asked[name] = Asked(tuple(prompt), sampling)
+        self.asked[name] = Asked(tuple(prompt), sampling, ((0, self.worker.version),))
         return self.asked[name]
+
+    def update_weights(self, version: int) -> Ticket:
+        """Whoever is not answered yet goes on with the new ones."""
+
+        def ended(ticket: Ticket) -> None:
+            if ticket.exception(0) is None:
+                self.worker.version = version
+                for name in self.open():
+                    self.asked[name].versions += ((len(self.asked[name].tokens), version),)
+
+        ticket = self.core.update_weights(f"fake@{version}")
+        ticket.add_done_callback(ended)
+        return ticket
 
     def abort(self, names: list[str]) -> None:
         for name in names:
@@ -216,6 +230,7 @@ class Side:
         self.core.scheduler.check_integrity()
         if not self.in_transaction:
             self.worker.memory.check_integrity()
+            assert self.core.stats().model_id == f"fake@{self.worker.version}"
         for asked in (*self.past, *self.asked.values()):
             asked.check(self.context_len, broken=False)
         stats = self.core.stats()

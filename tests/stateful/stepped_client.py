@@ -6,6 +6,8 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
+from checked_worker import FIRST
+
 from torpor.engine.channels import QueueChannel
 from torpor.engine.client import EngineClientBase
 from torpor.engine.core import EngineCore
@@ -53,6 +55,7 @@ class Stream:
 
     def __init__(self, client: SteppedClient, request: GenerationRequest) -> None:
         self.request = request
+        self.versions = FIRST
         self.tokens: list[int] = []
         self.end: EngineOutput | None = None
         self.error: TorporError | None = None
