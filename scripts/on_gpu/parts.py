@@ -43,7 +43,7 @@ class Part:
 
 BENCHMARKS_S = {"sleep": 130, "peers": 69, "engine": 90, "shared_images": 62, "attention": 19, "transfer": 36}
 """In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
-ON_REQUEST = {"wake_orders", "pair"}  # explain a choice, or take long; run when they are named
+ON_REQUEST = {"wake_orders", "pair", "tests:lmcache"}  # explain a choice, take long, or need LMCache; run when they are named
 WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
 COLD_BENCHMARKS = {"engine"}  # measures a first start
 OTHER_S = 60.0  # of a benchmark, or a test file, that is named nowhere here
@@ -64,6 +64,7 @@ SHARED_TESTS_S = {
     "torch_graphs": 10,
 }
 OTHER_TESTS_S = {
+    "lmcache": 120,
     "demo": 60,
     "conformance": 58,
     "shared_images": 48,

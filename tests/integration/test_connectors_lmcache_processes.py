@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kv_child import Child
+from lmcache_pairs import PAIR_ITEMS, free_peer
 
 from torpor.connectors import ConnectorConfig
 from torpor.request import GenerationRequest, SamplingParams
@@ -104,23 +105,6 @@ def test_one_engine_finds_what_another_kept_over_sleeps_of_both(
         d.wake()
 
 
-PAIR_ITEMS = [
-    "placement",
-    "blocks end",
-    "follow",
-    "in-flight read",
-    "late read",
-    "peer crash",
-    "double sleep",
-    "failed release",
-    "failed restore",
-    "partial wake",
-    "bytes flat",
-    "resources flat",
-]
-"""Those that need one decode engine at a time, and no engine that is both."""
-
-
 def failures(subject: Subject, names: list[str]) -> list[tuple[str, str]]:
     with workers() as processes:
         outcomes = [run_item(subject, item, processes) for item in chosen(names)]
@@ -144,11 +128,7 @@ def pd_peer() -> str:
     for package in ("lmcache", "nixl"):
         if missing := missing_package(package):
             pytest.skip(missing)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            ports.append(probe.getsockname()[1])
-    return ":".join(["127.0.0.1", *map(str, ports)])
+    return free_peer()
 
 
 def test_p2_a_decode_engine_that_is_stopped_or_killed_holds_up_no_sleep(pd_peer: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from connector_pairs import Background, Gate, needs
 from engine_driver import Driver
+from lmcache_pairs import free_peer
 from store_driver import LONG, OTHER, StoreDriver, told
 
 from torpor.connectors.config import ConnectorConfig
@@ -32,14 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 WAIT_S = 10.0
 PROMPT = list(range(100, 113))  # three blocks of four, and the token that is computed
-
-
-def free_peer() -> str:
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            ports.append(probe.getsockname()[1])
-    return ":".join(["127.0.0.1", *map(str, ports)])
 
 
 @pytest.fixture
