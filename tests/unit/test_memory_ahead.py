@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,18 +26,6 @@ WHOLE = 20 * CHUNK + 4 * KIB  # what the image of SIZE bytes takes, in pages
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "COMMIT_CHUNKS", 2)
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-
-
-@pytest.fixture
-def memory(device: Device) -> Iterator[Memory]:
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def filled(memory: Memory) -> torch.Tensor:

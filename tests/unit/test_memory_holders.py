@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import os
 import socket
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torpor._native import Device, Op
 from torpor.errors import ConfigurationError, DeviceError, StateError, UnknownTagError
 from torpor.memory import Holder, Memory, MemoryConfig
 from torpor.memory.procfs import pinned_bytes, read_mappings, resident_bytes
-from torpor.testing.driver import Fault, nothing_leaks
+from torpor.testing.driver import Fault
 from torpor.testing.pinned import PinnedRegistration, pinning_is_permitted
 
 MIB = 1 << 20
@@ -28,21 +26,6 @@ CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=64 << 10, copy_threads=2)
 KV = {"kv_cache": "discard"}
 
 needs_pinning = pytest.mark.skipif(not pinning_is_permitted(), reason="io_uring is not permitted here")
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-        if d.stats().live_regions:
-            gc.collect()  # caught exceptions keep the test's tensors
-
-
-@pytest.fixture
-def memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def kv_cache(memory: Memory, nbytes: int = 2 * MIB, value: int = 0x11, guarded: bool = False) -> torch.Tensor:

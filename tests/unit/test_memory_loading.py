@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,24 +12,11 @@ import torch
 from torpor._native import ChunkImage, Device, Op
 from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, StateError
 from torpor.memory import Memory, MemoryConfig
-from torpor.testing.driver import Fault, nothing_leaks
+from torpor.testing.driver import Fault
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=CHUNK, copy_threads=2)
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-
-
-@pytest.fixture
-def memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def values(tensor: torch.Tensor, seed: int = 1) -> torch.Tensor:

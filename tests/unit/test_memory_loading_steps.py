@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torpor._native import Arena, Device, Op
 from torpor.errors import DeviceError, HostMemoryError, StateError
 from torpor.memory import Memory, MemoryConfig, backing, images, loading
-from torpor.testing.driver import Fault, every_fault, nothing_leaks
+from torpor.testing.driver import Fault, every_fault
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
@@ -25,18 +24,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "COMMIT_CHUNKS", 2)
     monkeypatch.setattr(loading, "COPY_CHUNKS", 2)
     monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-
-
-@pytest.fixture
-def memory(device: Device) -> Iterator[Memory]:
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def tensors_in(memory: Memory, sizes: list[int]) -> list[torch.Tensor]:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from torpor._native import Device, Op
 from torpor.errors import ConfigurationError, HostMemoryError, StateError, UnknownTagError
 from torpor.memory import Memory, MemoryConfig
-from torpor.testing.driver import Fault, nothing_leaks
+from torpor.testing.driver import Fault
 
 MIB = 1 << 20
 CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=64 << 10, copy_threads=2)
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-
-
-@pytest.fixture
-def memory(device: Device) -> Iterator[Memory]:
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def filled(memory: Memory, tag: str, policy: str = "host") -> torch.Tensor:

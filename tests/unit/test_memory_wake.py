@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,25 +12,10 @@ from torpor._native import ChunkImage, Device, Op
 from torpor.errors import DeviceError, DeviceMemoryError, HookError, RemoteError, StateError
 from torpor.memory import Content, Memory, MemoryConfig, Residency
 from torpor.memory.procfs import read_mappings
-from torpor.testing.driver import Fault, nothing_leaks
+from torpor.testing.driver import Fault
 
 MIB = 1 << 20
 CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=64 << 10, copy_threads=2)
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-        if d.stats().live_regions:
-            gc.collect()  # caught exceptions keep the test's tensors
-
-
-@pytest.fixture
-def memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def filled(memory: Memory, tag: str, nbytes: int = 2 * MIB, **settings: Any) -> torch.Tensor:

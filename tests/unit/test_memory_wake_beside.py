@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,25 +9,15 @@ from torpor._native import Device, Op
 from torpor.errors import DeviceError, DeviceMemoryError, HookError
 from torpor.memory import Memory, MemoryConfig, Residency
 from torpor.memory.shared import Shared
-from torpor.testing.driver import Fault, nothing_leaks
+from torpor.testing.driver import Fault
 
 MIB = 1 << 20
 CONFIG = MemoryConfig(extent_bytes=MIB, chunk_bytes=64 << 10, copy_threads=2)
 
 
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with nothing_leaks(), Device.open("host", faults=True) as d:
-        yield d
-        gc.collect()  # caught exceptions keep the test's tensors
-
-
-@pytest.fixture
-def memory(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    monkeypatch.setattr(torch.Tensor, "__repr__", object.__repr__)  # a failed assertion must not read sleeping memory
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shared, "maps_beside", True)
-    with Memory(CONFIG, device=device) as m:
-        yield m
 
 
 def asleep(memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
