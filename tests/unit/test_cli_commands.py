@@ -150,6 +150,17 @@ def test_bench_counts_what_fails(server: LiveServer, capsys: pytest.CaptureFixtu
     assert run(["bench", server.url, "--requests", "2", "--prompts", "/no/such/file"]) == 2
 
 
+def test_the_key_of_a_bench_comes_from_a_file(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    for content in (None, b"", b"\xff\xfe", "schl\u00fcssel".encode()):
+        if content is not None:
+            key.write_bytes(content)
+        assert run(["bench", server.url, "--api-key-file", str(key)]) == 2
+        assert f"--api-key-file {key}" in capsys.readouterr().err
+    key.write_text("EMPTY\nand what somebody noted below\n")
+    assert run(["bench", server.url, "--requests", "1", "--input-words", "2", "--api-key-file", str(key)]) == 0
+
+
 def test_percentiles_are_measured_values() -> None:
     assert percentiles([]) is None
     assert percentiles([3.0, 1.0, 2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}

@@ -59,7 +59,7 @@ def bench(
         model=model,
         seed=seed,
         timeout_s=timeout_s,
-        api_key=api_key_file.read_text(encoding="utf-8").strip() if api_key_file else None,
+        api_key=read_api_key(api_key_file) if api_key_file else None,
     )
     figures = summary(*asyncio.run(measured(config)))
     if as_json:
@@ -78,6 +78,18 @@ def read_prompts(path: Path) -> Sequence[str]:
     if not lines:
         raise ConfigurationError(f"--prompts {path} has no lines", setting="--prompts", value=str(path))
     return lines
+
+
+def read_api_key(path: Path) -> str:
+    """The first line, of any length: it is another server's key, not ours to judge."""
+    try:
+        key = path.read_text(encoding="utf-8").strip().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigurationError(f"cannot read --api-key-file {path}: {e}", setting="--api-key-file", value=str(path)) from e
+    if not key or not key.isascii() or not key.isprintable():
+        message = f"--api-key-file {path} must begin with a line of printable ASCII characters"
+        raise ConfigurationError(message, setting="--api-key-file", value=str(path))
+    return key
 
 
 async def measured(config: LoadConfig) -> tuple[list[Sample], float]:
