@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +91,50 @@ def test_damaged_and_missing_files_are_found_before_anything_is_given_up(tmp_pat
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         resolve_update(old, config, str(tmp_path / "new"))
+
+
+def test_a_disk_that_fails_is_told_by_the_file_s_name(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share that went away while it was read: no fault of ours, and whoever reads the log needs to know which."""
+    save_tiny(tmp_path / "old")
+    config = config_of(tmp_path / "old")
+    model = load_model(resolve_model(config), config, memory)
+
+    def fail(*args: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    for call, work in (
+        ("pread", lambda: resolve_update(model.resolved, config, str(tmp_path / "old"))),
+        ("preadv", model.reload_weights),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(ModelError, match=r"model\.safetensors: Stale") as caught:
+                work()
+        assert caught.value.path == str(tmp_path / "old" / "model.safetensors")
+    model.reload_weights()
+
+
+@pytest.mark.parametrize("method", ["stat", "iterdir"])
+def test_a_folder_that_is_closed_to_the_engine_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A trainer's, of another user: these tests may run as one for whom nothing is closed, so the system's answer is made up."""
+    save_tiny(tmp_path / "old")
+    config = config_of(tmp_path / "old")
+    old = resolve_model(config)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "config.json").write_text((tmp_path / "old" / "config.json").read_text())
+    plain = getattr(Path, method)
+
+    def look(path: Path, *args: Any, **more: Any) -> Any:
+        if path == (closed / "config.json" if method == "stat" else closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return plain(path, *args, **more)
+
+    monkeypatch.setattr(Path, method, look)
+    with pytest.raises(ModelError, match=f"{closed}.*Permission denied"):
+        resolve_update(old, config, str(closed))
 
 
 @pytest.mark.parametrize("source", ["x" * 5000, "../" * 3000, "~nobody-of-this-name/a", "a\x00b"])
