@@ -129,12 +129,13 @@ def test_a_folder_that_is_closed_to_the_engine_is_told_by_its_name(
 
     def look(path: Path, *args: Any, **more: Any) -> Any:
         if path == (closed / "config.json" if method == "stat" else closed):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return plain(path, *args, **more)
 
     monkeypatch.setattr(Path, method, look)
-    with pytest.raises(ModelError, match=f"{closed}.*Permission denied"):
+    with pytest.raises(ModelError, match="Permission denied") as caught:
         resolve_update(old, config, str(closed))
+    assert str(closed) in str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["x" * 5000, "../" * 3000, "~nobody-of-this-name/a", "a\x00b"])

@@ -11,7 +11,7 @@ from torpor.errors import ModelError
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """What the system says of ``path`` (a disk that fails, a share that is gone, a closed folder) as a ModelError that names it."""
+    """What the system says of ``path`` (a disk that fails, a share that is gone, a closed folder), as a ModelError."""
     try:
         yield
     except OSError as error:
