@@ -14,7 +14,7 @@ import typer
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from torpor.cli.client import with_scheme
+from torpor.cli.client import NO_PROXY, with_scheme
 from torpor.cli.console import err, guarded, out
 from torpor.cli.load import LoadConfig, Sample, run_load
 from torpor.errors import ConfigurationError, PeerError
@@ -97,7 +97,7 @@ async def measured(config: LoadConfig) -> tuple[list[Sample], float]:
         task = bar.add_task("requests", total=config.requests)
         started = time.perf_counter()
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        async with httpx.AsyncClient(timeout=config.timeout_s, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=config.timeout_s, limits=limits, mounts=NO_PROXY) as client:
             samples = await run_load(client, config, lambda: bar.advance(task))
         return samples, time.perf_counter() - started
 
