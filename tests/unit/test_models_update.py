@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
 from torpor.errors import ConfigurationError, ModelError
@@ -91,6 +92,45 @@ def test_damaged_and_missing_files_are_found_before_anything_is_given_up(tmp_pat
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         resolve_update(old, config, str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_a_checkpoint_with_something_left_out_is_found_before_anything_is_given_up(
+    tmp_path: Path, memory: Memory, damage: str
+) -> None:
+    """A trainer's rank that saved its own part: the headers are whole, the configuration is right."""
+    save_tiny(tmp_path / "old")
+    save_tiny(tmp_path / "new", seed=2)
+    config = config_of(tmp_path / "old")
+    model = load_model(resolve_model(config), config, memory)
+    file = tmp_path / "new" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "down_proj" in name)
+    tensors[name] = tensors[name][:1].clone()
+    if damage == "missing":
+        del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=name) as caught:
+        model.check_weights(resolve_update(model.resolved, config, str(tmp_path / "new")))
+    assert caught.value.path == str(tmp_path / "new")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_a_tied_tensor_may_be_stored_under_one_name_or_two(tmp_path: Path, memory: Memory, family: str) -> None:
+    save_tiny(tmp_path / "one", family, seed=1, tie_word_embeddings=True)
+    save_tiny(tmp_path / "two", family, seed=2, tie_word_embeddings=True)
+    file = tmp_path / "two" / "model.safetensors"
+    tensors = load_file(file)
+    embedding = next(name for name in tensors if "embed_tokens" in name)
+    tensors["lm_head.weight"] = tensors[embedding].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for old, new in (("one", "two"), ("two", "one")):
+        config = config_of(tmp_path / old)
+        model = load_model(resolve_model(config), config, memory)
+        resolved = resolve_update(model.resolved, config, str(tmp_path / new))
+        model.check_weights(resolved)
+        model.use_weights(resolved)
+        model.reload_weights()
 
 
 def test_a_disk_that_fails_is_told_by_the_file_s_name(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
