@@ -56,6 +56,17 @@ def test_nothing_but_the_weights_changes(tmp_path: Path) -> None:
     assert (new.path, new.weights_hash != old.weights_hash) == (tmp_path / "new", True)
 
 
+def test_a_trainer_may_write_the_tokens_of_its_tokenizer_into_the_configuration(tmp_path: Path, memory: Memory) -> None:
+    """transformers' Trainer aligns them (``align_special_tokens``) with a tokenizer that was given a padding token."""
+    save_tiny(tmp_path / "old", seed=1, pad_token_id=None, bos_token_id=None)
+    reference = save_tiny(tmp_path / "new", seed=2, pad_token_id=3, bos_token_id=4).state_dict()
+    config = config_of(tmp_path / "old")
+    model = load_model(resolve_model(config), config, memory)
+    model.use_weights(resolve_update(model.resolved, config, str(tmp_path / "new")))
+    model.reload_weights()
+    assert all(torch.equal(model.module.state_dict()[name], tensor) for name, tensor in reference.items())
+
+
 def test_a_trainer_may_write_over_the_folder_that_the_engine_began_with(tmp_path: Path, memory: Memory) -> None:
     save_tiny(tmp_path, seed=1)
     config = config_of(tmp_path)
