@@ -31,6 +31,7 @@ from torpor.request import FinishReason, SamplingParams, TokenLogprobs
 Prompt: TypeAlias = "str | list[int]"
 Messages: TypeAlias = "list[dict[str, Any]]"
 T = TypeVar("T")
+PUT_AWAY_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,8 +278,16 @@ class _LoopThread:
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        asyncio.run_coroutine_threadsafe(_put_away(), self._loop).result()
         asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
         asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _put_away() -> None:
+    """What was cancelled (a start, by an interrupt) is giving things back: a loop that stops under it leaves a core behind."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=PUT_AWAY_S)
