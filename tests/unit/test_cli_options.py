@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+from torpor import server as server_module
 from torpor.cli import app as cli_app
 from torpor.cli import demo as demo_command
 from torpor.cli import router as router_command
@@ -138,6 +139,20 @@ def test_what_makes_no_sense_ends_with_2_and_names_it(argv: list[str], capsys: p
     assert "Traceback" not in shown.err + shown.out
     if len(argv) > 1:
         assert argv[1].split("=")[0] in shown.err + shown.out
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"), [("threads", "--threads"), ("driver", "--memory-driver"), ("kv_host", "--kv-host"), ("nbytes", None)]
+)
+def test_what_the_core_finds_wrong_names_the_flag_too(
+    setting: str, flag: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise ConfigurationError("it cannot be that", setting=setting)
+
+    monkeypatch.setattr(server_module, "run_server", fail, raising=False)
+    assert run(["serve", "m"]) == 2
+    assert capsys.readouterr().err.split() == ["error:", "it", "cannot", "be", "that", *([f"({flag})"] if flag else [])]
 
 
 @pytest.mark.parametrize(
