@@ -127,12 +127,16 @@ async def test_a_crash_in_native_code_names_its_signal(mortal: AsyncEngineClient
         await ask_until_dead(mortal)
 
 
-async def test_sigint_is_the_client_s_business_and_sigterm_ends_cleanly(mortal: AsyncEngineClient) -> None:
-    os.kill(mortal.pid, signal.SIGINT)
-    assert len(await tokens_of(mortal, request("a"))) == 12
-    os.kill(mortal.pid, signal.SIGTERM)
-    with pytest.raises(EngineDeadError, match="exit status 0"):
-        await ask_until_dead(mortal)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_are_the_client_s_business(mortal: AsyncEngineClient, number: signal.Signals) -> None:
+    """A supervisor that stops a service sends them to every process of it at once."""
+    stream = mortal.generate(request("a", max_tokens=50))
+    await anext(stream)
+    os.kill(mortal.pid, number)
+    assert len([output async for output in stream]) == 49
+    pid = mortal.pid
+    await mortal.shutdown()
+    assert await gone(pid)
 
 
 async def test_shutdown_leaves_no_process_and_no_folder(folder: Path) -> None:

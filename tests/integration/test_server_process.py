@@ -172,6 +172,24 @@ def test_a_signal_ends_the_server_cleanly_and_takes_its_core_along(tmp_path: Pat
         serve.end()
 
 
+def test_a_supervisor_that_signals_both_processes_gets_a_drain_all_the_same(tmp_path: Path) -> None:
+    """systemd's ``KillMode=control-group``, its default: the core gets SIGTERM too, and must not end before the requests do."""
+    serve = Serve(tmp_path / "log")
+    try:
+        url = serve.wait_url()
+        body = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            said = [next(lines)]
+            for pid in (serve.core_pid(), serve.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            said += lines
+        assert (len(said), said[-1]) == (41, "data: [DONE]")
+        assert serve.process.wait(60) == 0, serve.text
+    finally:
+        serve.end()
+
+
 def test_the_death_of_the_core_ends_the_server_with_one_line(tmp_path: Path) -> None:
     serve = Serve(tmp_path / "log")
     try:

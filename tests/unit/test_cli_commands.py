@@ -16,6 +16,7 @@ from web_fakes import server_app
 
 from torpor.cli.bench import percentiles
 from torpor.cli.console import Progress, options, report
+from torpor.demo.fleet import Fleet
 from torpor.errors import BugError, ConfigurationError, DeviceMemoryError, EngineDeadError, SleepAborted
 from torpor.testing.fake_engine import FakeEngine
 from torpor.web.serve import HttpServer, bind, serve_until, url_of
@@ -148,6 +149,30 @@ def test_bench_counts_what_fails(server: LiveServer, capsys: pytest.CaptureFixtu
     assert (figures["requests_done"], figures["requests_failed"]) == (1, 1)
     assert "broke" in figures["errors"][0]
     assert run(["bench", server.url, "--requests", "2", "--prompts", "/no/such/file"]) == 2
+
+
+def test_the_key_of_a_bench_comes_from_a_file(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    for content in (None, b"", b"\xff\xfe", "schl\u00fcssel".encode()):
+        if content is not None:
+            key.write_bytes(content)
+        assert run(["bench", server.url, "--api-key-file", str(key)]) == 2
+        assert f"--api-key-file {key}" in capsys.readouterr().err
+    key.write_text("EMPTY\nand what somebody noted below\n")
+    assert run(["bench", server.url, "--requests", "1", "--input-words", "2", "--api-key-file", str(key)]) == 0
+
+
+@pytest.mark.parametrize("argv", [["memory", "--once"], ["bench", "--requests", "1", "--input-words", "2"]], ids=lambda a: a[0])
+def test_a_proxy_of_the_environment_does_not_stand_before_this_machine(
+    argv: list[str], server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert run([argv[0], server.url, *argv[1:]]) == 0
+    with Fleet(Path()) as fleet:
+        assert fleet.http.get(f"{server.url}/health").status_code == 200
 
 
 def test_percentiles_are_measured_values() -> None:

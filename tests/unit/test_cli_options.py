@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+from torpor import server as server_module
 from torpor.cli import app as cli_app
+from torpor.cli import demo as demo_command
 from torpor.cli import router as router_command
 from torpor.cli import serve as serve_command
 from torpor.cli.app import COMMANDS, build_app, known_commands, main, spread
@@ -22,6 +25,7 @@ from torpor.cli.serve_flags import SERVE_FLAGS
 from torpor.cli.values import parse_bytes, read_secret
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine.config import EngineConfig
+from torpor.engine.settings import config_from_settings
 from torpor.errors import ConfigurationError
 from torpor.models.config import ModelConfig
 from torpor.router import RouterConfig
@@ -116,6 +120,11 @@ def test_every_option_reaches_its_field(serve_values: Callable[..., Values], tmp
         ["m", "--admin-token-file", "/no/such/file"],
         ["m", "--kv-cache-bytes", "1MiB", "--num-blocks", "3"],
         ["m", "--block-size", "0"],
+        ["m", "--drain-s", "inf"],
+        ["m", "--drain-s", "-1"],
+        ["m", "--hang-timeout-s", "0"],
+        ["m", "--retry-after-s", "inf"],
+        ["m", "--sleep-deadline-s", "nan"],
         ["m", "--kv-role", "producer"],
         ["m", "--kv-option", "a=b"],
         ["m", "--kv-option", "ab", "--kv-connector", "ipc"],
@@ -130,6 +139,20 @@ def test_what_makes_no_sense_ends_with_2_and_names_it(argv: list[str], capsys: p
     assert "Traceback" not in shown.err + shown.out
     if len(argv) > 1:
         assert argv[1].split("=")[0] in shown.err + shown.out
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"), [("threads", "--threads"), ("driver", "--memory-driver"), ("kv_host", "--kv-host"), ("nbytes", None)]
+)
+def test_what_the_core_finds_wrong_names_the_flag_too(
+    setting: str, flag: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise ConfigurationError("it cannot be that", setting=setting)
+
+    monkeypatch.setattr(server_module, "run_server", fail, raising=False)
+    assert run(["serve", "m"]) == 2
+    assert capsys.readouterr().err.split() == ["error:", "it", "cannot", "be", "that", *([f"({flag})"] if flag else [])]
 
 
 @pytest.mark.parametrize(
@@ -253,6 +276,39 @@ def test_the_routers_options_that_make_no_sense(argv: list[str], capsys: pytest.
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--health-interval-s", "0"),
+        ("--max-connections", "0"),
+        ("--drain-s", "inf"),
+        ("--backoff-s", "-1"),
+        ("--read-timeout-s", "nan"),
+    ],
+)
+def test_the_routers_numbers_are_checked_before_it_listens(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["router", "--decode", "http://a", flag, value]) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_what_requests_meet_while_asleep_is_one_of_three_words() -> None:
+    with pytest.raises(ConfigurationError, match="reject, wait, wake") as caught:
+        config_from_settings("m", while_asleep="rejct")
+    assert caught.value.setting == "while_asleep"
+
+
+@pytest.mark.parametrize("more", [["--json", "/no/such/folder/file"], ["--json", "here", "--unfollowed"]], ids=str)
+def test_a_demo_whose_results_have_no_place_does_not_begin(
+    more: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_command, "run_demo", pytest.fail)
+    monkeypatch.setattr(demo_command, "run_unfollowed", pytest.fail)
+    assert run(["demo", *more]) == 2
+    assert "--json" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_several_values_after_one_flag() -> None:
     flags = ("--prefill", "--decode")
     given = ["router", "--prefill", "a", "b", "--port", "1", "--decode", "c", "d"]
@@ -307,6 +363,19 @@ def test_every_flag_has_help_and_a_spelling_of_its_own() -> None:
 def test_the_reference_is_up_to_date() -> None:
     path = Path(__file__).parent.parent.parent / "docs" / "cli.md"
     assert path.read_text(encoding="utf-8") == cli_reference(), "run scripts/gen-cli-docs"
+
+
+@pytest.mark.parametrize("name", [c.name for c in known_commands()])
+def test_the_reference_names_the_options_that_the_command_takes(name: str) -> None:
+    taken = {f for p in click_command(name).params if p.param_type_name == "option" for f in (*p.opts, *p.secondary_opts)}
+    section = cli_reference().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    spelled = [row.split("`")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert {flag for row in spelled for flag in re.findall(r"--[a-z-]+", row.split(" ")[0])} == taken - {"--help"}
+
+
+def click_command(name: str) -> Any:
+    group: Any = typer.main.get_command(build_app())
+    return group.commands[name]
 
 
 def test_a_connector_s_options_are_numbers_where_they_read_as_numbers(serve_values: Callable[..., Values]) -> None:

@@ -356,3 +356,16 @@ def test_half_a_character_at_the_end_of_a_text_is_shown(tokenizer: Tokenizer) ->
     assert processor.process(EngineOutput(request_id="r", new_token_ids=[0xC3])).text == ""
     last = processor.process(EngineOutput(request_id="r", new_token_ids=[0xA9, 0xC3], finish_reason=FinishReason.LENGTH))
     assert last.text == "é�"
+
+
+async def test_a_caller_who_stops_waiting_for_new_weights_still_learns_their_name(client: InprocEngineClient) -> None:
+    """An update takes as long as its files do to hash: somebody presses Ctrl-C, and the core has them all the same."""
+    await client.sleep(SleepRequest(level=2))
+    update = asyncio.create_task(client.update_weights("fake@2"))
+    await asyncio.sleep(0)  # it is on its way
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    while (await client.stats())["model_id"] != "fake@2":
+        pass
+    assert client.info.model_id == "fake@2"

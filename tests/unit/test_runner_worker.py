@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import BLOCK, Driven, drive, make_worker, prompts, reference_greedy, save_tiny
 
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, LoadRequest
@@ -16,7 +17,7 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.engine import worker as worker_module
 from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.worker import HOST_KV_BYTES, Worker
-from torpor.errors import ConfigurationError, StateError
+from torpor.errors import ConfigurationError, ModelError, StateError
 from torpor.kvcache.config import CacheConfig
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
 from torpor.memory import Content, Memory, MemoryConfig, sharing
@@ -324,3 +325,14 @@ def test_a_worker_that_cannot_share_goes_on_and_says_so(
 def test_sharing_images_without_sleep_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="enable_sleep_mode"):
         EngineConfig(model=ModelConfig(source=str(folder)), memory=MemoryConfig(share_images=True))
+
+
+def test_weights_that_lack_something_are_refused_by_the_worker(loaded: Worker, tmp_path: Path) -> None:
+    """Before the executor gives the present ones up: whole headers and the right configuration do not make a checkpoint."""
+    save_tiny(tmp_path, seed=2)
+    loaded.prepare_update(str(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        loaded.prepare_update(str(tmp_path))

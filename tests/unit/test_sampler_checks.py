@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torpor.engine.sampling_checks import check_sampling_params, check_token_ids
@@ -53,8 +54,15 @@ def test_accepted(params: dict[str, Any]) -> None:
         ("seed", 0.5),
         ("stop", ("",)),
         ("stop", (3,)),
+        ("stop", "ab"),
+        ("stop", None),
         ("stop_token_ids", (100,)),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", (3.0,)),
+        ("ignore_eos", "yes"),
+        ("skip_special_tokens", 0),
+        ("include_stop_str_in_output", None),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1),
         ("repetition_penalty", 0),
@@ -77,3 +85,14 @@ def test_token_ids_beyond_the_vocabulary() -> None:
         with pytest.raises(RequestError, match="token ids from 0 to 9") as caught:
             check_token_ids("prompt", bad, 10)
         assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2], [1, True], ["1"], [None]])
+def test_what_is_no_integer_is_no_token_id(bad: list[Any]) -> None:
+    with pytest.raises(RequestError, match="integers") as caught:
+        check_token_ids("prompt", bad, 10)
+    assert caught.value.param == "prompt"
+
+
+def test_numpy_s_integers_are_integers() -> None:
+    check_token_ids("prompt", list(np.arange(10)), 10)

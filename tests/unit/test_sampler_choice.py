@@ -78,6 +78,7 @@ def test_top_p_leaves_the_fewest_tokens_that_reach_it() -> None:
     assert draws(row, 600, top_p=0.69).keys() == {0, 1}
     assert draws(row, 600, top_p=0.71).keys() == {0, 1, 2}
     assert draws(row, 200, top_p=1e-9).keys() == {0}
+    assert draws(row, 200, top_p=1e-50).keys() == {0}
 
 
 def test_min_p_is_relative_to_the_likeliest() -> None:

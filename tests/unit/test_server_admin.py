@@ -263,6 +263,23 @@ def labels(**given: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(given.items()))
 
 
+async def test_metrics_tell_the_state_of_the_moment_that_their_figures_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls asleep while its figures are on their way: no scrape shows an engine that sleeps with all its memory."""
+    engine = FakeEngine()
+    plain = engine.stats
+
+    async def stats() -> dict[str, Any]:
+        found = await plain()
+        await engine.sleep(SleepRequest())
+        return found
+
+    monkeypatch.setattr(engine, "stats", stats)
+    async with client_of(server_app(engine)) as client:
+        seen = figures((await client.get("/metrics")).text)
+    assert seen["torpor_engine_state", (("state", "awake"),)] == 1
+    assert seen["torpor_engine_state", (("state", "asleep"),)] == 0
+
+
 async def test_metrics_count_what_happened() -> None:
     engine = FakeEngine("abc")
     async with client_of(server_app(engine)) as client:

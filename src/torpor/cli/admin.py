@@ -56,7 +56,9 @@ def sleep(
         int | None, typer.Option(help="0: pause; 1: weights to host; 2: weights dropped. Default: 1.", min=0, max=2)
     ] = None,
     mode: ModeOption = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Undo the sleep when it is not done after so many seconds.")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Undo the sleep when running requests have not ended after so many seconds.")
+    ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="keep, host or discard for one tag, instead of a level; repeatable.", metavar="TAG=POLICY"),

@@ -14,7 +14,7 @@ import typer
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from torpor.cli.client import with_scheme
+from torpor.cli.client import NO_PROXY, with_scheme
 from torpor.cli.console import err, guarded, out
 from torpor.cli.load import LoadConfig, Sample, run_load
 from torpor.errors import ConfigurationError, PeerError
@@ -59,7 +59,7 @@ def bench(
         model=model,
         seed=seed,
         timeout_s=timeout_s,
-        api_key=api_key_file.read_text(encoding="utf-8").strip() if api_key_file else None,
+        api_key=read_api_key(api_key_file) if api_key_file else None,
     )
     figures = summary(*asyncio.run(measured(config)))
     if as_json:
@@ -80,12 +80,24 @@ def read_prompts(path: Path) -> Sequence[str]:
     return lines
 
 
+def read_api_key(path: Path) -> str:
+    """The first line, of any length: it is another server's key, not ours to judge."""
+    try:
+        key = path.read_text(encoding="utf-8").strip().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigurationError(f"cannot read --api-key-file {path}: {e}", setting="--api-key-file", value=str(path)) from e
+    if not key or not key.isascii() or not key.isprintable():
+        message = f"--api-key-file {path} must begin with a line of printable ASCII characters"
+        raise ConfigurationError(message, setting="--api-key-file", value=str(path))
+    return key
+
+
 async def measured(config: LoadConfig) -> tuple[list[Sample], float]:
     with Bar(console=err, transient=True) as bar:
         task = bar.add_task("requests", total=config.requests)
         started = time.perf_counter()
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        async with httpx.AsyncClient(timeout=config.timeout_s, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=config.timeout_s, limits=limits, mounts=NO_PROXY) as client:
             samples = await run_load(client, config, lambda: bar.advance(task))
         return samples, time.perf_counter() - started
 

@@ -11,6 +11,8 @@ from torpor.cli.values import read_secret
 from torpor.errors import EngineDeadError, PeerError, StateError, TorporError
 
 CONNECT_S = 5.0
+# A proxy that the environment names is for other machines: to it, loopback is its own.
+NO_PROXY: dict[str, None] = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The server's address, such as http://localhost:8000.", show_default=False)
@@ -33,7 +35,7 @@ class AdminClient:
     def __init__(self, url: str, token: str | None, timeout_s: float | None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._url = with_scheme(url)
-        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
+        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), mounts=NO_PROXY)
 
     def __enter__(self) -> AdminClient:
         return self

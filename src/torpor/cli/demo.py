@@ -47,6 +47,8 @@ def demo(
             raise ConfigurationError(
                 f"connector {name!r} is not known; use one of {', '.join(KNOWN)}", setting="--connector", value=name
             )
+    if json is not None:
+        check_results_file(json, unfollowed)
     config = DemoConfig(
         connectors=chosen,
         cycles=cycles,
@@ -58,3 +60,13 @@ def demo(
     passed = run_unfollowed(config, out) if unfollowed else run_demo(config, out)
     if not passed:
         raise typer.Exit(1)
+
+
+def check_results_file(path: Path, unfollowed: bool) -> None:
+    """Before the demo's minutes, not after them."""
+    if unfollowed:
+        raise ConfigurationError("--unfollowed has no results to write: leave out --json", setting="--json", value=str(path))
+    try:
+        path.open("ab").close()
+    except OSError as e:
+        raise ConfigurationError(f"cannot write --json {path}: {e}", setting="--json", value=str(path)) from e

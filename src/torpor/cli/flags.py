@@ -90,11 +90,13 @@ def collect(config: type, flags: Sequence[Flag], values: Values) -> dict[str, An
 
 @contextmanager
 def naming_flags(flags: Sequence[Flag]) -> Iterator[None]:
-    """A ConfigurationError about a field also names the flag that sets it."""
+    """A ConfigurationError about a setting, by the name of its field or of its flag, also names the flag that sets it."""
     try:
         yield
     except ConfigurationError as error:
-        named = next((f.flag for f in flags if f.field == error.fields.get("setting")), None)
+        setting = error.fields.get("setting")
+        fitting = sorted((f for f in flags if setting in (f.name, f.field)), key=lambda f: f.name != setting)
+        named = fitting[0].flag if fitting else None
         if named is None or named in error.message:
             raise
         raise ConfigurationError(f"{error.message} ({named})", **{**error.fields, "setting": named}) from error

@@ -45,8 +45,14 @@ class Parameter:
     def spelling(self) -> str:
         """``--flag VALUE``."""
         flag = self.name.replace("_", "-")
-        names = self.info.param_decls or ("--" + flag + (f"/--no-{flag}" if self.kind == (bool | None) else ""),)
+        names = self._declared or ("--" + flag + (f"/--no-{flag}" if self.kind == (bool | None) else ""),)
         return ", ".join(names) if self.is_switch else f"{', '.join(names)} {self.info.metavar or value_name(self.kind)}"
+
+    @property
+    def _declared(self) -> tuple[str, ...]:
+        """Inside ``Annotated`` the first of the names lies where a default would be: Typer moves it when the command runs."""
+        names = (self.info.default, *(self.info.param_decls or ()))
+        return tuple(name for name in names if isinstance(name, str) and name.startswith("-"))
 
     @property
     def shown_default(self) -> str:

@@ -110,7 +110,8 @@ def serve(values: Mapping[str, Any]) -> None:
         collector.settle()
         err.print(startup_table(frontend.info, url))
 
-    run_server(server_config, start, on_started)
+    with naming_flags(SERVE_FLAGS):  # what the core says of its configuration
+        run_server(server_config, start, on_started)
 
 
 def server_config_of(values: Mapping[str, Any]) -> ServerConfig:

@@ -55,7 +55,8 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._services: list[Service] = []
-        self.http = httpx.Client(timeout=httpx.Timeout(120.0, connect=5.0))
+        # The services are on loopback, where no proxy of the environment's can reach them.
+        self.http = httpx.Client(timeout=httpx.Timeout(120.0, connect=5.0), trust_env=False)
 
     def __enter__(self) -> Fleet:
         return self

@@ -253,9 +253,14 @@ class EngineClientBase:
         return await self._call(ReleaseKVCache())
 
     async def update_weights(self, model: str) -> dict[str, Any]:
-        report = await self._call(UpdateWeights(model=model))
-        self._info = dataclasses.replace(self.info, model_id=report["model_id"])
-        return report
+        self._check_alive()
+        future = self._begin(UpdateWeights(model=model))[1]
+        future.add_done_callback(self._on_update)
+        return await asyncio.shield(future)  # the core goes on with it, whoever stops waiting
+
+    def _on_update(self, update: asyncio.Future[dict[str, Any]]) -> None:
+        if update.exception() is None:
+            self._info = dataclasses.replace(self.info, model_id=update.result()["model_id"])
 
     async def stats(self) -> dict[str, Any]:
         return await self._call(Stats())

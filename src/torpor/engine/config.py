@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torpor.connectors.config import ConnectorConfig
 from torpor.errors import ConfigurationError
@@ -25,6 +26,19 @@ class SleepConfig:
     while_asleep: WhileAsleep = "reject"  # what a request meets while the engine sleeps (E10)
     retry_after_s: float = 5.0
     default_deadline_s: float = 60.0  # of a sleep that names none
+
+    def __post_init__(self) -> None:
+        """ConfigurationError for a value that would be taken for another one, or for none."""
+        if self.while_asleep not in get_args(WhileAsleep):
+            raise ConfigurationError(
+                f"while_asleep is {self.while_asleep!r}; use one of {', '.join(get_args(WhileAsleep))}",
+                setting="while_asleep",
+                value=self.while_asleep,
+            )
+        for setting in ("retry_after_s", "default_deadline_s"):
+            value = getattr(self, setting)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigurationError(f"{setting} is {value}, it must be a number, 0 or more", setting=setting, value=value)
 
     @property
     def pools(self) -> bool:

@@ -31,6 +31,7 @@ from torpor.request import FinishReason, SamplingParams, TokenLogprobs
 Prompt: TypeAlias = "str | list[int]"
 Messages: TypeAlias = "list[dict[str, Any]]"
 T = TypeVar("T")
+ENDS_ITSELF_S, PUT_AWAY_S = 1.0, 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class LLM:
         With ``in_process=False`` the core has a process of its own. Raises what kept the engine from starting."""
         config = config_from_settings(model, connector=connector, enable_sleep_mode=enable_sleep_mode, **settings)
         self._ids = itertools.count()
+        self._at_once = config.scheduler.max_waiting
         self._open = False
         self._loop = _LoopThread()
         try:
@@ -191,8 +193,9 @@ class LLM:
     async def _gather(
         self, requests: list[RequestOutput], params: list[SamplingParams], n: int, transfer: dict[str, Any] | None
     ) -> None:
+        gate = asyncio.Semaphore(max(1, self._at_once // n))  # the engine refuses more, and one refusal would end all of them
         tasks = [
-            asyncio.create_task(self._collect(request, sampling, n, transfer))
+            asyncio.create_task(self._collect(request, sampling, n, transfer, gate))
             for request, sampling in zip(requests, params, strict=True)
         ]
         try:
@@ -202,9 +205,11 @@ class LLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _collect(self, request: RequestOutput, sampling: SamplingParams, n: int, transfer: dict[str, Any] | None) -> None:
+    async def _collect(
+        self, request: RequestOutput, sampling: SamplingParams, n: int, transfer: dict[str, Any] | None, gate: asyncio.Semaphore
+    ) -> None:
         stream = self._frontend.generate(request.request_id, request.prompt_token_ids, sampling, n=n, kv_transfer_params=transfer)
-        async with aclosing(stream) as deltas:
+        async with gate, aclosing(stream) as deltas:
             async for delta in deltas:
                 _add(request, delta)
 
@@ -277,8 +282,21 @@ class _LoopThread:
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        asyncio.run_coroutine_threadsafe(_put_away(), self._loop).result()
         asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
         asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _put_away() -> None:
+    """What was cancelled (a start, by an interrupt) is giving things back: a loop that stops under it leaves a core behind. What
+    was not cancelled (the interrupt came before anybody could) is, unless it ends by itself."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    late = (await asyncio.wait(others, timeout=ENDS_ITSELF_S))[1] if others else set()
+    for task in late:
+        if hasattr(task, "cancelling") and not task.cancelling():  # before Python 3.11 nobody can tell, and twice is too often
+            task.cancel()
+    if late:
+        await asyncio.wait(late, timeout=PUT_AWAY_S)

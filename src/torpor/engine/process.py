@@ -1,7 +1,8 @@
 """The core process: ``python -m torpor.engine.process``, started by a client and by nobody else.
 
-Ends when the client says so, when the client is gone (its end of the standard input closes), at SIGTERM, or when the core cannot
-go on. SIGINT is ignored: an interrupt at the terminal reaches the client too, and that one decides.
+Ends when the client says so, when the client is gone (its end of the standard input closes), or when the core cannot go on.
+SIGINT and SIGTERM are the client's to obey: a terminal, and a supervisor that stops all processes of a service, send them to
+both, and the client lets requests end first.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ EXIT_FAILED, EXIT_ORPHAN = 1, 3
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN, which a child process would inherit
     faulthandler.enable()
     stdin = sys.stdin.buffer
     bootstrap = read_bootstrap(stdin)
@@ -44,7 +46,6 @@ def main() -> int:
         level=bootstrap.log_level, format="%(asctime)s core %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     channel = ZmqChannel(bootstrap.requests, bootstrap.replies)
-    signal.signal(signal.SIGTERM, lambda number, frame: channel.end())
     ended = threading.Event()
     watched = (stdin, channel, bootstrap.folder, ended)
     threading.Thread(target=_watch_client, args=watched, name="torpor-watch", daemon=True).start()

@@ -22,7 +22,7 @@ from torpor.engine.config import EngineConfig
 from torpor.engine.protocol import MAX_MESSAGE_BYTES, ToClient, ToCore, decode_to_client, encode
 from torpor.errors import EngineDeadError, TorporError
 
-END_S = 10.0  # from SIGTERM to SIGKILL
+END_S = 10.0  # from the end of its input to SIGKILL
 DRAIN_MS = 200  # for messages that a dead core has sent
 MAX_PATH = 90  # of a Unix socket: the kernel's limit is 107
 

@@ -138,7 +138,7 @@ def _floor(limits: Sequence[tuple[int, float]], probs: torch.Tensor, head: int =
     values = values.masked_fill(ranks >= top_k, 0)
     mass = torch.where(top_k <= size, values.sum(dim=-1, keepdim=True), probs.sum(dim=-1, keepdim=True))
     before = values.cumsum(dim=-1) - values
-    values = values.masked_fill(before >= top_p * mass, 0)
+    values = values.masked_fill((before >= top_p * mass) & (ranks > 0), 0)  # a top_p of 1e-50 is 0 in float32
     if size < probs.shape[-1] and bool((values[:, -1] > 0).any()):
         return _floor(limits, probs, probs.shape[-1])
     kept = (values > 0).sum(dim=-1, keepdim=True).clamp(min=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -32,11 +33,14 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "min_tokens": (0, _MAX_INTEGER),
     "top_k": (0, _MAX_INTEGER),
 }
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_LISTS = ("stop", "stop_token_ids")
 _OPTIONAL_INTEGERS: dict[str, tuple[int, int]] = {"seed": _SEED_RANGE, "logprobs": (0, MAX_LOGPROBS)}
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
-    """RequestError whose ``param`` is the first field that is out of range."""
+    """RequestError whose ``param`` is the first field that is out of range, or of a type that the engine's process cannot read:
+    it would end, and with it everybody's requests."""
     for name, (low, high) in _NUMBERS.items():
         _in_range(name, getattr(params, name), low, high)
     for name, (low, high) in _INTEGERS.items():
@@ -47,6 +51,12 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     _in_range("top_p", params.top_p, 0.0, 1.0, above=True)
     if params.min_tokens > params.max_tokens:
         raise _refusal("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
+    for name in _SWITCHES:
+        if not isinstance(getattr(params, name), bool):
+            raise _refusal(name, getattr(params, name), "True or False")
+    for name in _LISTS:
+        if not isinstance(getattr(params, name), (tuple, list)):
+            raise _refusal(name, getattr(params, name), "a tuple or a list")
     for text in params.stop:
         if not isinstance(text, str) or not text:
             raise _refusal("stop", text, "a string that is not empty")
@@ -59,6 +69,9 @@ def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> No
     """RequestError when one is not a token of the vocabulary: the model would look it up beyond its tables."""
     if not token_ids:
         return
+    for kind in set(map(type, token_ids)):
+        if kind is bool or not issubclass(kind, Integral):
+            raise _refusal(param, next(t for t in token_ids if type(t) is kind), "token ids, which are integers")
     worst = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
     if not 0 <= worst < vocab_size:
         raise _refusal(param, worst, f"token ids from 0 to {vocab_size - 1}")

@@ -17,7 +17,6 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
         self.token_text = lru_cache(maxsize=1 << 15)(self._token_text)
 
     @classmethod
@@ -83,9 +82,6 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
 
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id])

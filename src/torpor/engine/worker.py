@@ -229,6 +229,7 @@ class Worker:
         """The checkpoint ``source``, if its weights can take the place of those loaded: ModelError, ConfigurationError. Changes
         nothing; blocks while files are hashed."""
         resolved = resolve_update(self.resolved, self.config.model, source)
+        self.model.check_weights(resolved)
 
         def take() -> None:
             self.model.use_weights(resolved)

@@ -23,6 +23,7 @@ import torch
 from torpor.errors import ModelError
 from torpor.memory.segment import ALIGN_BYTES
 from torpor.models.device_reads import DeviceRead, read_to_device
+from torpor.models.file_errors import naming
 from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.hardware import usable_cores
 
@@ -125,7 +126,8 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads and checks the headers only. ModelError names the file and what is wrong with it."""
-    files = _find_files(folder)
+    with naming(folder):
+        files = _find_files(folder)
     entries: dict[str, TensorEntry] = {}
     for file in files:
         for name, entry in _read_header(file).items():
@@ -163,8 +165,9 @@ def hash_files(files: Iterable[Path]) -> str:
                 size = os.fstat(descriptor).st_size
                 total.update(struct.pack("<Q", size))
                 offsets = range(0, size, _CHUNK_BYTES)
-                for part in pool.map(lambda offset, fd=descriptor: _hash_chunk(fd, offset), offsets):
-                    total.update(part)
+                with naming(file):
+                    for part in pool.map(lambda offset, fd=descriptor: _hash_chunk(fd, offset), offsets):
+                        total.update(part)
             finally:
                 os.close(descriptor)
     return total.hexdigest()[:32]
@@ -318,7 +321,8 @@ def _read_part(descriptor: int, entry: TensorEntry, part: _Part, progress: _Prog
     buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], entry.offset + part.start + done)
+        with naming(entry.file):
+            count = os.preadv(descriptor, [buffer[done:]], entry.offset + part.start + done)
         if count == 0:
             raise ModelError(
                 f"{entry.file}: ends at byte {entry.offset + part.start + done}, within a tensor", path=str(entry.file)

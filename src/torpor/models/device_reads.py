@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torpor.errors import ModelError
+from torpor.models.file_errors import naming
 
 PIECE_BYTES = 8 << 20  # page-locking costs time too: 8 readers with two of these are 128 MiB
 _MAX_READERS = 8
@@ -100,7 +101,8 @@ def _read_whole(piece: DeviceRead, buffer: torch.Tensor) -> None:
     view = buffer.numpy().data
     done = 0
     while done < piece.nbytes:
-        count = os.preadv(piece.descriptor, [view[done:]], piece.offset + done)
+        with naming(piece.name):
+            count = os.preadv(piece.descriptor, [view[done:]], piece.offset + done)
         if count == 0:
             raise ModelError(f"{piece.name}: ends at byte {piece.offset + done}, within a tensor", path=piece.name)
         done += count

@@ -22,7 +22,7 @@ from torpor.models.hardware import is_amd
 from torpor.models.linear import use_few_tokens_linear
 from torpor.models.placement import compute_buffers, place_tensors, weight_bytes
 from torpor.models.source import ResolvedModel
-from torpor.models.weights import WeightSource, choose_source
+from torpor.models.weights import WeightSource, choose_source, missing_tensors
 
 if TYPE_CHECKING:
     from torpor.memory import Memory, Staging
@@ -76,6 +76,17 @@ class LoadedModel:
         damaged: the weights' content is undefined then, and the call can be repeated."""
         with torch.no_grad():
             self._source.fill(self._weights)
+
+    def check_weights(self, resolved: ResolvedModel) -> None:
+        """ModelError for a checkpoint from ``resolve_update`` that lacks tensors of the present one. Reads no file."""
+        present, other = self.resolved.checkpoint, resolved.checkpoint
+        if present is None or other is None:
+            return
+        missing = missing_tensors(present, other, self.module.state_dict())
+        if missing:
+            path = str(resolved.path)
+            text = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ModelError(f"{path}: the weights do not fit the model: missing, or of another shape: {text}", path=path)
 
     def use_weights(self, resolved: ResolvedModel) -> None:
         """The next ``reload_weights`` reads this checkpoint, which ``resolve_update`` found fit."""

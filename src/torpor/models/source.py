@@ -93,7 +93,7 @@ def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str, str | N
         )
     if not path.is_dir():
         raise ModelError(f"model {source!r}: neither a folder nor a .gguf file", path=source)
-    if not (path / "config.json").exists():
+    if not _look_up(str(path / "config.json"))[1]:
         raise ModelError(f"model {source!r}: the folder has no config.json", path=source)
     path = path.resolve()
     return path, path.name, None

@@ -9,6 +9,9 @@ from torpor.errors import ConfigurationError, ModelError
 from torpor.models.config import ModelConfig
 from torpor.models.source import VOLATILE, ResolvedModel, resolve_model
 
+# A trainer writes its tokenizer's into the configuration; the computation has no use for them.
+TOKENIZERS_OWN = frozenset({"pad_token_id", "bos_token_id"})
+
 
 def resolve_update(current: ResolvedModel, config: ModelConfig, source: str) -> ResolvedModel:
     """``source`` is what ``ModelConfig.source`` may be. Blocks while the weights are hashed, and a GGUF file converted.
@@ -35,4 +38,4 @@ def resolve_update(current: ResolvedModel, config: ModelConfig, source: str) -> 
 
 
 def _stable(hf_config: Any) -> dict[str, Any]:
-    return {name: value for name, value in hf_config.to_dict().items() if name not in VOLATILE}
+    return {name: value for name, value in hf_config.to_dict().items() if name not in VOLATILE | TOKENIZERS_OWN}

@@ -45,6 +45,20 @@ def choose_source(resolved: ResolvedModel, model: Any, names: Iterable[str]) -> 
     return ConvertedWeights(resolved, checkpoint, model)
 
 
+def missing_tensors(present: Checkpoint, other: Checkpoint, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Tensors of the model (``state``: its state dict) that were read from ``present`` and cannot be from ``other``, which has no
+    names of its own for them: it is the same files with something left out, or of another shape. A tied tensor needs one name."""
+    if other.entries.keys() - present.entries.keys():
+        return []  # laid out in another way: transformers finds out
+    held = {name for name, entry in other.entries.items() if entry.shape == present.entries[name].shape}
+    filled = {state[name].data_ptr() for name in held if name in state}
+    return sorted(
+        name
+        for name in present.entries.keys() - held
+        if name in state and (name in other.entries or state[name].data_ptr() not in filled)
+    )
+
+
 class CheckpointWeights:
     """Safetensors whose tensors are the model's own: read straight into place."""
 

@@ -22,7 +22,7 @@ from torpor.router.config import RouterConfig
 from torpor.router.health import poll_for_ever
 from torpor.router.metrics import RouterMetrics
 from torpor.router.proxy import CHAT_PATH, Proxy
-from torpor.router.upstream import words
+from torpor.router.upstream import no_connection, words
 from torpor.web.errors import UNAVAILABLE, error_body, to_http
 from torpor.web.handlers import install_error_handlers, json_error
 from torpor.web.middleware import BodyLimit, RequestId
@@ -56,16 +56,20 @@ class Router:
             transport=transport,
             trust_env=False,
         )
+        # Probes have connections of their own, one for each engine: behind requests that take all of the client's they would
+        # time out, engines that serve would count as silent, and these requests would be given up.
+        self.probes = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), transport=transport, trust_env=False)
         self.proxy = Proxy(self.client, self.prefill, self.decode, config, self.metrics)
 
     @asynccontextmanager
     async def serving(self, app: FastAPI) -> AsyncIterator[None]:
-        polling = asyncio.ensure_future(poll_for_ever(self.client, self.backends, self.config))
+        polling = asyncio.ensure_future(poll_for_ever(self.probes, self.backends, self.config))
         try:
             yield
         finally:
             await stop(polling)
             await self.client.aclose()
+            await self.probes.aclose()
 
     def stats(self) -> RouterStats:
         return RouterStats(
@@ -132,6 +136,8 @@ def _add_models(app: FastAPI, router: Router) -> None:
                 answer = await router.client.get(
                     f"{backend.url}/v1/models", headers=dict(forwarded_headers(request)), timeout=router.config.health_timeout_s
                 )
+            except httpx.PoolTimeout as error:
+                raise no_connection() from error
             except httpx.HTTPError as error:
                 failures.append(str(PeerError(f"{backend.url}: {words(error)}")))
                 continue

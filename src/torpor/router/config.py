@@ -5,9 +5,21 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from torpor.errors import ConfigurationError
+from torpor.web.numbers import check_above_zero, check_finite
 
 Policy = Literal["least_loaded", "round_robin"]
 POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin")
+ABOVE_ZERO = (
+    "connect_timeout_s",
+    "prefill_timeout_s",
+    "first_byte_timeout_s",
+    "read_timeout_s",
+    "health_interval_s",
+    "health_timeout_s",
+    "silence_timeout_s",
+    "max_body_bytes",
+    "max_connections",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,8 @@ class RouterConfig:
                 check_url(flag, url)
             if len(set(urls)) != len(urls):
                 raise ConfigurationError(f"{flag} names an engine twice: {', '.join(urls)}", setting=flag, value=", ".join(urls))
+        check_above_zero(self, ABOVE_ZERO)
+        check_finite(self, ("backoff_s", "max_backoff_s", "drain_s"))
 
 
 def check_url(flag: str, url: str) -> None:

@@ -39,7 +39,7 @@ class Proxy:
         self._metrics = metrics
 
     async def handle(self, path: str, body: dict[str, Any], headers: Mapping[bytes, bytes]) -> Response:
-        """The client's answer. CapacityError when no decode engine could be reached at all."""
+        """The client's answer. CapacityError when no decode engine could be reached at all, or no connection is free."""
         prefilled = await self._run_prefill(path, body, headers)
         self._metrics.path(prefilled.path)
         if prefilled.final is not None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 from starlette.responses import Response
 
-from torpor.errors import PeerError
+from torpor.errors import CapacityError, PeerError
 from torpor.router.backends import Backend
 from torpor.router.health import error_of, state_word
 from torpor.web.errors import to_http
@@ -96,22 +96,27 @@ class Stream:
 
 
 async def ask(client: httpx.AsyncClient, backend: Backend, call: Call, timeout_s: float) -> Whole:
-    """The whole answer within ``timeout_s``. PeerError when there is none."""
+    """The whole answer within ``timeout_s``. PeerError when there is none, CapacityError when no connection was free for it."""
     with backend.busy():
         try:
             posted = client.post(backend.url + call.path, content=call.body, headers=dict(call.headers))
             answer = await within(timeout_s, posted, backend)
+        except httpx.PoolTimeout as error:
+            raise no_connection() from error
         except FAILURES as error:
             raise _failed(backend, error) from error
     return _seen(backend, answer)
 
 
 async def open_stream(client: httpx.AsyncClient, backend: Backend, call: Call, timeout_s: float) -> Whole | Stream:
-    """A stream once its first bytes are here, or an answer that is none, read whole. PeerError when there is neither in time."""
+    """A stream once its first bytes are here, or an answer that is none, read whole. PeerError when there is neither in time,
+    CapacityError as ``ask``."""
     with ExitStack() as held:
         held.enter_context(backend.busy())
         try:
             opened = await within(timeout_s, _open(client, backend, call), backend)
+        except httpx.PoolTimeout as error:
+            raise no_connection() from error
         except FAILURES as error:
             raise _failed(backend, error) from error
         if opened is None:
@@ -156,6 +161,13 @@ def _seen(backend: Backend, answer: httpx.Response) -> Whole:
 def _failed(backend: Backend, error: Exception) -> PeerError:
     backend.saw_failure(words(error))
     return PeerError(f"the engine {backend.url} did not answer: {words(error)}", peer=backend.url)
+
+
+def no_connection() -> CapacityError:
+    """Requests of ours have all of them. That says nothing of the engine, which is asked for nothing."""
+    return CapacityError(
+        "all of the router's connections to engines are in use: retry later, or raise max_connections", setting="max_connections"
+    )
 
 
 def words(error: Exception) -> str:

@@ -76,10 +76,6 @@ class Sequence:
     def request_id(self) -> str:
         return self.request.request_id
 
-    @property
-    def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
-
     def forbidden_now(self) -> tuple[int, ...]:
         return self.forbidden if self.forbidden and len(self.outputs) < self.sampling.min_tokens else ()
 

@@ -35,7 +35,9 @@ class SleepQuery(QueryModel):
         None, ge=0, le=2, description="0: pause; 1: weights to host, KV dropped; 2: weights dropped too. Default 1"
     )
     mode: SleepMode | None = Field(None, description="what happens to running requests. Default wait")
-    deadline_s: float | None = Field(None, gt=0, le=86400, description="a sleep that is not done by then is undone")
+    deadline_s: float | None = Field(
+        None, gt=0, le=86400, description="running requests that have not ended by then undo the sleep"
+    )
 
 
 class SleepBody(BaseModel):

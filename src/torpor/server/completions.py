@@ -10,7 +10,7 @@ from torpor.engine.frontend import TextDelta
 from torpor.server.context import ServerContext
 from torpor.server.generation import Choice, Tally, finish_word, now, run_jobs
 from torpor.server.logprobs import CompletionLogprobsBuilder
-from torpor.server.replies import Completion, CompletionChoice, CompletionLogprobs, Reply, Usage
+from torpor.server.replies import Completion, CompletionChoice, CompletionLogprobs, Reply
 from torpor.server.sampling import Job, check_stream_options, completion_sampling
 from torpor.server.wire import CompletionBody
 
@@ -135,7 +135,3 @@ class CompletionAnswer:
         return Completion(
             id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices, **fields
         )
-
-    @property
-    def usage(self) -> Usage:
-        return self._tally.usage

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torpor.web.numbers import check_above_zero, check_finite
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -15,3 +17,7 @@ class ServerConfig:
     health_timeout_s: float = 5.0  # a core that neither answers nor computes for so long is unresponsive: not ready, no requests
     hang_timeout_s: float = 60.0  # for so long, and it counts as dead: open requests end with an error, the server exits
     access_log: bool = False
+
+    def __post_init__(self) -> None:
+        check_finite(self, ("drain_s",))
+        check_above_zero(self, ("max_body_bytes", "stats_timeout_s", "health_timeout_s", "hang_timeout_s"))

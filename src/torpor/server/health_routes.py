@@ -33,7 +33,8 @@ def health_routes(context: ServerContext) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text format."""
         stats = await context.stats_or_none()
-        return Response(context.metrics.render(context.state, stats), headers={"content-type": CONTENT_TYPE_LATEST})
+        state = context.state if stats is None else EngineState(stats["state"])  # of the same moment as the figures
+        return Response(context.metrics.render(state, stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @routes.get("/version", response_model=Version)
     async def version() -> Version:
