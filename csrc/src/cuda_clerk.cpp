@@ -52,13 +52,14 @@ Clerk::~Clerk() {
   if (!thread_.joinable()) return;
   if (process_ != getpid()) {
     thread_.detach();
+    (void)changed_.release();  // its destructor would wait for the thread that waits there, and is not here to be woken
     return;
   }
   {
     std::lock_guard<std::mutex> guard(mutex_);
     ending_ = true;
   }
-  changed_.notify_all();
+  changed_->notify_all();
   thread_.join();
 }
 
@@ -73,7 +74,7 @@ void Clerk::expect(Clock::time_point due) noexcept {
       thread_ = std::thread([this] { run(); });
       process_ = getpid();
     } else if (sleeps) {
-      changed_.notify_all();
+      changed_->notify_all();
     }
   } catch (const std::exception &) {
     expected_ = false;
@@ -83,17 +84,17 @@ void Clerk::expect(Clock::time_point due) noexcept {
 void Clerk::cancel() {
   std::unique_lock<std::mutex> lock(mutex_);
   expected_ = false;
-  changed_.wait(lock, [this] { return !working_; });
+  changed_->wait(lock, [this] { return !working_; });
 }
 
 void Clerk::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!ending_) {
     if (!expected_) {
-      changed_.wait(lock);
+      changed_->wait(lock);
     } else if (Clock::now() < due_) {
       const Clock::time_point due = due_;
-      changed_.wait_until(lock, due);
+      changed_->wait_until(lock, due);
     } else {
       expected_ = false;
       working_ = true;
@@ -101,7 +102,7 @@ void Clerk::run() {
       work_at_desk(work_);
       lock.lock();
       working_ = false;
-      changed_.notify_all();
+      changed_->notify_all();
     }
   }
 }

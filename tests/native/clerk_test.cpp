@@ -73,6 +73,22 @@ TEST(threads_a_clerk_that_outlives_the_goodbye_ends) {
   CHECK(ends("threads_a_clerk_that_outlives_the_goodbye_ends"));
 }
 
+// A forked child has the clerk, and not its thread: whoever ends it there waits for nobody.
+TEST(a_clerk_ends_in_a_forked_child) {
+  torpor::cuda::Clerk clerk([] {});
+  clerk.expect(torpor::cuda::Clerk::Clock::now() + std::chrono::hours(1));
+  pass(50);  // its thread waits by then
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    clerk.~Clerk();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 // The driver takes released memory back when the next is created: once, before somebody waits for it.
 TEST(threads_released_memory_is_taken_back_before_it_is_asked_for) {
   need_the_stand_in();
