@@ -54,10 +54,11 @@ std::vector<Region *> asleep_among(Device &device, const std::vector<Region *> &
   return asleep;
 }
 
-// What was created is back: says what the whole batch needs and what there is, not what the extent that failed did.
-[[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes) {
+// Says what the whole batch needs and what there is without it, not what the extent that failed did. held: what was created for it and
+// is not back yet.
+[[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes, uint64_t held) {
   if (error.status != TP_DEVICE_MEMORY) throw error;
-  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes());
+  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes() + held);
   whole.code = error.code;
   whole.message += " (" + error.message + ")";
   throw whole;
@@ -70,7 +71,7 @@ void map_locked(Device &device, const std::vector<Region *> &regions) {
   try {
     staged = create_all(device.driver(), asleep);
   } catch (const Error &error) {
-    rethrow_of_batch(error, device, bytes);
+    rethrow_of_batch(error, device, bytes, 0);
   }
   for (auto &residence : staged) residence->map(true);
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged[i]));
@@ -147,7 +148,11 @@ void Rising::run(const std::function<void(Range)> &usable) {
       staged_.back()->create_mapped(sizes, make, usable);
     }
   } catch (const Error &error) {
-    rethrow_of_batch(error, device, bytes);
+    uint64_t held = 0;
+    for (const auto &residence : staged_) {
+      for (const Physical &physical : residence->extents()) held += physical.bytes;
+    }
+    rethrow_of_batch(error, device, bytes, held);
   }
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged_[i]));
   staged_.clear();
