@@ -140,6 +140,9 @@ TEST(ahead_refuses_what_cannot_be) {
   OK(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err));
   CHECK_STATUS(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err), TP_STATE);
   end(arena);
+  OK(tp_arena_commit_ahead(arena.handle, kMiB, kMiB, UINT64_MAX - 4095, 1, &err));  // in one part, however large
+  CHECK_EQ(finished(arena).taken_bytes, kMiB);
+  end(arena);
   OK(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err));  // once more
   CHECK_EQ(finished(arena).taken_bytes, kMiB);
   OK(tp_arena_destroy(arena.handle, &err));
@@ -190,6 +193,35 @@ TEST(ahead_ends_with_its_arena) {
   while (progress(arena).taken_bytes == 0) std::this_thread::yield();
   OK(tp_arena_destroy(arena.handle, &err));  // in the middle of it
   CHECK_EQ(device.stats().spare_bytes, 0u);
+  device.close();
+}
+
+// Spare memory and committed memory are page-locked together: one of them cannot go while the other is copied.
+TEST(threads_ending_it_waits_for_copies_in_what_was_committed) {
+  fixture::Device device;
+  const Arena arena(device, 64 * kMiB);
+  tp_region *region = device.region(1);
+  OK(tp_arena_commit_ahead(arena.handle, 0, 2 * kMiB, 2 * kMiB, 1, &err));
+  finished(arena);
+  OK(tp_arena_commit(arena.handle, 0, kMiB, 1, &err));
+  const uint64_t from = fixture::stats(region).address, id = 0;
+  const tp_blocks blocks{&arena.address, &from, 1, 4096, &id, &id, 1, 1, 1};
+  tp_block_copy *copy = nullptr;
+  OK(tp_block_copy_begin(device.handle, &blocks, 1, &copy, &err));
+  std::atomic<bool> ended{false};
+  std::thread ender([&] {
+    uint64_t unused = 0;
+    tp_arena_end_ahead(arena.handle, &unused, nullptr);
+    ended = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const bool early = ended;
+  OK(tp_block_copy_end(copy, &err));
+  ender.join();
+  CHECK(!early);
+  CHECK_EQ(device.stats().spare_bytes, 0u);
+  fixture::destroy(region);
+  OK(tp_arena_destroy(arena.handle, &err));
   device.close();
 }
 
