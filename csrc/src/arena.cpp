@@ -60,7 +60,7 @@ std::vector<Range> RangeSet::missing(Range range) const {
 Arena::Arena(Device &device, uint64_t bytes) : device_(device) {
   const uint64_t page = host::page_size();
   if (bytes == 0 || bytes > UINT64_MAX / 2) throw Error::invalid("an arena of " + std::to_string(bytes) + " bytes");
-  range_ = host::reserve((bytes + page - 1) / page * page, bytes < kAlignment ? page : kAlignment);
+  range_ = host::reserve((bytes + page - 1) / page * page, bytes < kAlignment ? page : kAlignment, TP_OP_COMMIT);
   device.access.add(entry_, range_);
   device.access.open(entry_);
   ++device.counters.arenas;

@@ -146,6 +146,16 @@ TEST(arena_refuses_what_the_machine_has_not) {
   device.close();
 }
 
+// Address space is refused by the kernel: for the memory of the host that it is, not of the device.
+TEST(arena_addresses_that_cannot_be_had_are_of_the_host) {
+  fixture::Device device;
+  tp_arena *arena = nullptr;
+  uint64_t address = 0;
+  CHECK_STATUS(tp_arena_create(device.handle, uint64_t{1} << 62, &arena, &address, &err), TP_HOST_MEMORY);
+  CHECK_EQ(device.stats().live_arenas, 0u);
+  device.close();
+}
+
 TEST(arena_commit_that_fails_changes_nothing) {
   fixture::Device device;
   const TestArena arena(device, 64 * kMiB);
