@@ -139,6 +139,23 @@ def test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail(memory: Memor
     assert kv.numel()
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_m12_a_failed_wake_that_cannot_be_undone_either_leaves_a_named_state(memory: Memory, device: Device, nth: int) -> None:
+    memory.pool("kv_cache", policy="discard")  # unmapped before the other
+    weights, kv = asleep(memory)
+    with Fault(device, Op.HASH, 1):
+        device.arm_fault(Op.UNMAP, nth)
+        with pytest.raises(DeviceError) as caught:
+            memory.wake()
+    assert "unmap" in caught.value.fields["unmap_failure"]
+    memory.check_integrity()
+    memory.wake()
+    assert int(weights.min()) == 7
+    assert kv.numel()
+    memory.mark_valid("kv_cache")
+    memory.check_integrity()
+
+
 def test_m3_a_hook_that_fails_beside_the_copies_is_reported_and_tried_again(memory: Memory) -> None:
     weights, kv = asleep(memory)
     early = Follower(memory, weights, "kv_cache")

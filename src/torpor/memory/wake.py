@@ -117,11 +117,10 @@ class Wake:
         except TorporError as second:
             if isinstance(error, TorporError):
                 error.fields["unmap_failure"] = str(second)
-            return
         for rise in self._early:
-            rise.pool.slept = True
+            rise.pool.slept = not rise.pool.mapped_segments()
             for segment in rise.to_map:
-                segment.stale = True
+                segment.stale = not segment.mapped
 
     def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
