@@ -156,6 +156,28 @@ def test_m12_a_failed_wake_that_cannot_be_undone_either_leaves_a_named_state(mem
     memory.check_integrity()
 
 
+def test_a_tensor_that_dies_in_a_hook_beside_the_copies_keeps_its_memory_until_they_have_ended(memory: Memory) -> None:
+    weights, kv = asleep(memory)
+    memory.wake()
+    dying = [memory.pool("weights").empty(2 * MIB, torch.uint8).fill_(9)]
+    memory.sleep()
+    seen = []
+
+    def grow() -> None:
+        dying.clear()
+        kept = memory.pool("kv_cache").zeros(MIB, torch.uint8)
+        seen.append((memory.stats().tag("weights").image_bytes, kept.nbytes))
+
+    memory.register_tag_hooks("kv_cache", after_map=grow)
+    memory.wake()
+    assert seen == [(4 * MIB, MIB)]
+    assert int(weights.min()) == int(weights.max()) == 7
+    memory.pool("kv_cache").reserve(MIB)  # any call takes back what died
+    assert memory.stats().tag("weights").image_bytes == 2 * MIB
+    memory.check_integrity()
+    assert kv.numel()
+
+
 def test_m3_a_hook_that_fails_beside_the_copies_is_reported_and_tried_again(memory: Memory) -> None:
     weights, kv = asleep(memory)
     early = Follower(memory, weights, "kv_cache")

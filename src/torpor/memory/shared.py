@@ -48,6 +48,7 @@ class Shared:
         self.explained_pins = 0  # bytes; see Memory.explain_pins
         self.known_pins: dict[tuple[str, object], int] = {}  # by tag and who registered it; see Memory.note_pins
         self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
+        self.copying = False  # beside hooks of a wake: what has died keeps its memory, which the copies may be using
         self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
 
@@ -133,6 +134,8 @@ class Shared:
 
     def take_back_dead(self) -> None:
         """Frees what tensors that died since the last call lay in. Under the lock; never inside a transaction's own steps."""
+        if self.copying:
+            return
         while (death := self.deaths.take()) is not None:
             segment, offset = death
             segment.owner.take_back(segment, offset)

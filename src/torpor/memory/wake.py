@@ -103,10 +103,14 @@ class Wake:
     def _come_back_early(self) -> None:
         """All is mapped, and copies go on: whoever registers pages of a tag that gets no content need not wait for them."""
         self._early = [r for r in self._rises if r.to_map and not r.to_restore]
-        with self._phases("hooks_beside_copies"):
-            self._settle(self._early)
-            self._early_failures = self._come_back(self._early)
-            self._early_hooks_s = dict(self._shared.hooks.seconds_of)
+        self._shared.copying = True
+        try:
+            with self._phases("hooks_beside_copies"):
+                self._settle(self._early)
+                self._early_failures = self._come_back(self._early)
+                self._early_hooks_s = dict(self._shared.hooks.seconds_of)
+        finally:
+            self._shared.copying = False
 
     def _unmap_again(self, error: BaseException) -> None:
         """The images are whole. Where a hook or the driver refuses this too, the pools stay mapped, and what has content is stale
