@@ -4,6 +4,7 @@
 #include "arena.h"
 #include "host_memory.h"
 #include "host_pages.h"
+#include "process_end.h"
 
 namespace torpor {
 
@@ -27,6 +28,7 @@ void Arena::commit_ahead(uint64_t offset, uint64_t bytes, uint64_t part_bytes, u
     ahead_.progress = {pages.bytes, 0, 0, false, {}};
     ahead_.began = Clock::now();
   }
+  say_goodbye_at_exit();
   try {
     for (int lane = 0; lane < kLanes; ++lane) lanes_.emplace_back([this, threads] { run_lane(std::max(threads, 1u)); });
   } catch (const std::exception &) {
@@ -69,7 +71,7 @@ void Arena::take_part(std::unique_lock<std::mutex> &lock, Range part, uint32_t t
     lock.unlock();
     try {
       require_host_memory(TP_OP_COMMIT, gap.bytes);  // once more: others take memory too
-      device_.driver().commit(gap, threads);
+      if (!work_before_goodbye(false, [&] { device_.driver().commit(gap, threads); })) throw Error::state("the process ends");
     } catch (...) {
       lock.lock();
       ahead_.taking.remove(part);

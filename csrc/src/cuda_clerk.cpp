@@ -2,51 +2,11 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
-#include <new>
-#include <system_error>
+#include <exception>
+
+#include "process_end.h"
 
 namespace torpor::cuda {
-namespace {
-
-constexpr std::chrono::seconds kLongestGoodbye{1};
-
-// One clerk works at a time. A process that ends says goodbye first, so that nobody calls a driver that is taken down: no work begins
-// after that, and for what a driver does not end nobody waits. Never destroyed.
-struct Desk {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool taken = false, closed = false;
-};
-
-Desk &desk() {
-  static auto *only = new Desk;
-  return *only;
-}
-
-void close_at_exit() {
-  static const int once = std::atexit([] {
-    std::unique_lock<std::mutex> lock(desk().mutex);
-    desk().closed = true;
-    desk().changed.notify_all();
-    desk().changed.wait_for(lock, kLongestGoodbye, [] { return !desk().taken; });
-  });
-  (void)once;
-}
-
-void work_at_desk(const std::function<void()> &work) {
-  std::unique_lock<std::mutex> lock(desk().mutex);
-  desk().changed.wait(lock, [] { return !desk().taken || desk().closed; });
-  if (desk().closed) return;
-  desk().taken = true;
-  lock.unlock();
-  work();
-  lock.lock();
-  desk().taken = false;
-  desk().changed.notify_all();
-}
-
-}  // namespace
 
 Clerk::~Clerk() {
   if (!thread_.joinable()) return;
@@ -70,7 +30,7 @@ void Clerk::expect(Clock::time_point due) noexcept {
   due_ = due;
   try {
     if (!thread_.joinable()) {
-      close_at_exit();
+      say_goodbye_at_exit();
       thread_ = std::thread([this] { run(); });
       process_ = getpid();
     } else if (sleeps) {
@@ -99,7 +59,7 @@ void Clerk::run() {
       expected_ = false;
       working_ = true;
       lock.unlock();
-      work_at_desk(work_);
+      work_before_goodbye(true, work_);
       lock.lock();
       working_ = false;
       changed_->notify_all();

@@ -5,8 +5,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
+#include "child.h"
+#include "fake_cuda.h"
 #include "fixture.h"
 
 using fixture::Arena;
@@ -199,6 +202,9 @@ TEST(ahead_ends_with_its_arena) {
 // Spare memory and committed memory are page-locked together: one of them cannot go while the other is copied.
 TEST(threads_ending_it_waits_for_copies_in_what_was_committed) {
   fixture::Device device;
+  char path[64] = {};
+  OK(tp_hash_path(device.handle, path, sizeof path, &err));
+  if (path[0] == 's') throw check::Skip("needs kernels, to begin a copy to host memory");
   const Arena arena(device, 64 * kMiB);
   tp_region *region = device.region(1);
   OK(tp_arena_commit_ahead(arena.handle, 0, 2 * kMiB, 2 * kMiB, 1, &err));
@@ -223,6 +229,26 @@ TEST(threads_ending_it_waits_for_copies_in_what_was_committed) {
   fixture::destroy(region);
   OK(tp_arena_destroy(arena.handle, &err));
   device.close();
+}
+
+// A process that ends in the middle of it, as one that is interrupted while it starts: nobody page-locks any more by the time that the
+// driver is taken down.
+TEST(threads_that_take_memory_ahead_leave_the_driver_before_the_process_ends) {
+  if (fake_cuda::page_locked() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  if (!child::here()) {
+    CHECK(child::ends("threads_that_take_memory_ahead_leave_the_driver_before_the_process_ends"));
+    return;
+  }
+  std::atexit([] {
+    const int64_t locked = fake_cuda::page_locked();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    _exit(fake_cuda::page_locked() == locked ? 0 : 1);
+  });
+  auto *device = new fixture::Device;
+  const Arena arena(*device, 512 * kMiB);
+  OK(tp_arena_commit_ahead(arena.handle, 0, 512 * kMiB, 64 << 10, 1, &err));
+  while (progress(arena).taken_bytes == 0) std::this_thread::yield();
+  std::exit(0);
 }
 
 // While the lanes are at work, others commit, give back, copy, look, and end it.
