@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torpor._native import Device
-from torpor.errors import StateError
+from torpor.errors import DeviceError, StateError
 from torpor.memory.backing import Backing
 from torpor.memory.config import MemoryConfig
 from torpor.memory.hooks import Hooks
@@ -53,8 +53,13 @@ class Shared:
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
 
     def unexplained_pins(self, leaving: Collection[str] = ()) -> int:
-        """Of VmPin, what is not known to be memory of a tag that stays mapped. ``leaving``: tags that do not."""
-        return pinned_bytes() - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
+        """Of VmPin, what is not known to be memory of a tag that stays mapped. ``leaving``: tags that do not. DeviceError where
+        the kernel does not say."""
+        try:
+            pinned = pinned_bytes()
+        except OSError as error:
+            raise DeviceError(f"what is pinned is not known: {error}", operation="pins", code=error.errno or 0) from error
+        return pinned - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
 
     @property
     def on_host(self) -> bool:

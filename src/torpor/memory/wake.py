@@ -43,6 +43,7 @@ class Wake:
         self._shared = shared
         self._rises = [plan_rise(p) for p in pools]
         self._phases = Phases()
+        self._pinned = shared.unexplained_pins()  # before it maps: that may take the last descriptors, which looking needs
         self._early: list[Rise] = []  # whose hooks came back beside the copies
         self._early_failures: list[HookFailure] = []
         self._early_hooks_s: dict[str, float] = {}
@@ -128,12 +129,11 @@ class Wake:
 
     def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
-        pinned = self._shared.unexplained_pins()
         for rise in rises:
             for segment in rise.pool.segments:
                 segment.stale = False
             for segment in rise.to_map:
-                segment.note_mapped(pinned)
+                segment.note_mapped(self._pinned)
             rise.pool.slept = False
             rise.pool.mapping += bool(rise.to_map)
             rise.pool.settle_torch()
