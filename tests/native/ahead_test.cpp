@@ -233,10 +233,10 @@ TEST(threads_ending_it_waits_for_copies_in_what_was_committed) {
 
 // A process that ends in the middle of it, as one that is interrupted while it starts: nobody page-locks any more by the time that the
 // driver is taken down.
-TEST(threads_that_take_memory_ahead_leave_the_driver_before_the_process_ends) {
+TEST(ahead_leaves_the_driver_before_the_process_ends) {
   if (fake_cuda::page_locked() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
   if (!child::here()) {
-    CHECK(child::ends("threads_that_take_memory_ahead_leave_the_driver_before_the_process_ends"));
+    CHECK(child::ends("ahead_leaves_the_driver_before_the_process_ends"));
     return;
   }
   std::atexit([] {

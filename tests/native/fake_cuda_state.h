@@ -41,6 +41,7 @@ inline std::map<CUdeviceptr, size_t> registered;
 inline struct Refusal {
   std::string call;
   int64_t left = 0;  // calls until it is refused
+  CUresult result = kRefused;
 } refusal;
 inline int64_t pulls = 0;
 inline std::set<void *> host_buffers;
@@ -125,5 +126,5 @@ using Lock = std::lock_guard<std::mutex>;
 }  // namespace fake
 
 #define MAY_REFUSE \
-  if (refuses(__func__)) return kRefused
+  if (refuses(__func__)) return refusal.result
 #define FAKE extern "C" __attribute__((visibility("default")))

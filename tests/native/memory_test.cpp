@@ -156,6 +156,21 @@ TEST(arena_addresses_that_cannot_be_had_are_of_the_host) {
   device.close();
 }
 
+// Page-locks take memory that nobody can ask for beforehand.
+TEST(arena_whose_pages_cannot_be_locked_says_what_it_needed) {
+  if (fake_cuda::created() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  fixture::Device device;
+  const TestArena arena(device, 64 * kMiB);
+  fake_cuda::refuse("cuMemHostRegister_v2", 1, fake_cuda::kNoMemory);
+  tp_error error{};
+  CHECK_EQ(tp_arena_commit(arena.handle, 0, 2 * kMiB, 1, &error), TP_HOST_MEMORY);
+  CHECK(fake_cuda::refused());
+  CHECK_EQ(error.bytes_needed, 2 * kMiB);
+  CHECK(error.bytes_free > 0);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+}
+
 TEST(arena_commit_that_fails_changes_nothing) {
   fixture::Device device;
   const TestArena arena(device, 64 * kMiB);

@@ -33,7 +33,32 @@ TEST(m5_a_wake_that_finds_too_little_says_what_was_free) {
   CHECK_EQ(error.bytes_needed, 4 * kGiB);
   CHECK_EQ(error.bytes_free, free);
   CHECK_EQ(free_bytes(device), free);
+  CHECK_EQ(tp_regions_map(&sleeper, 1, &error), TP_DEVICE_MEMORY);
+  CHECK_EQ(error.bytes_free, free);
   fixture::destroy(neighbour);
+  fixture::destroy(sleeper);
+  device.close();
+}
+
+// A device takes memory of its own for the tables that lead to what is mapped.
+TEST(m5_a_wake_that_finds_no_memory_for_its_maps_says_what_was_free) {
+  if (fake_cuda::created() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  fixture::Device device;
+  tp_region *sleeper = large(device, 4 * kGiB);
+  fixture::unmap({sleeper});
+  const uint64_t free = free_bytes(device);
+  for (const bool at_once : {true, false}) {
+    fake_cuda::refuse("cuMemSetAccess", 1, fake_cuda::kNoMemory);
+    tp_error error{};
+    const tp_status status = at_once ? tp_regions_map(&sleeper, 1, &error)
+                                     : tp_wake(device.handle, &sleeper, 1, nullptr, 0, 4096, 1, nullptr, nullptr, &error);
+    CHECK(fake_cuda::refused());
+    CHECK_EQ(status, TP_DEVICE_MEMORY);
+    CHECK_EQ(error.bytes_needed, 4 * kGiB);
+    CHECK_EQ(error.bytes_free, free);
+    CHECK_EQ(free_bytes(device), free);
+  }
+  fixture::map({sleeper});
   fixture::destroy(sleeper);
   device.close();
 }
