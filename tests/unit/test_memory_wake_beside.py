@@ -139,6 +139,23 @@ def test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail(memory: Memor
     assert kv.numel()
 
 
+def test_an_interrupt_inside_a_hook_is_not_lost_where_the_copies_fail_too(memory: Memory, device: Device) -> None:
+    weights, kv = asleep(memory)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    unregister = memory.register_tag_hooks("kv_cache", after_map=interrupt, name="impatient")
+    with Fault(device, Op.HASH, 1), pytest.raises(KeyboardInterrupt) as caught:
+        memory.wake()
+    assert isinstance(caught.value.__context__, DeviceError)
+    assert all_asleep(memory)
+    unregister()
+    memory.wake()
+    assert int(weights.min()) == 7
+    assert kv.numel()
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_m12_a_failed_wake_that_cannot_be_undone_either_leaves_a_named_state(memory: Memory, device: Device, nth: int) -> None:
     memory.pool("kv_cache", policy="discard")  # unmapped before the other
