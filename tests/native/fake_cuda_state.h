@@ -60,10 +60,10 @@ inline CUresult bad(CUresult result) {
   return result;
 }
 
-// Does the test want this call to fail?
-inline bool refuses(const char *call) {
+// How the test wants this call to fail; success where it does not.
+inline CUresult refused(const char *call) {
   std::lock_guard<std::mutex> lock(mutex);
-  return refusal.call == call && refusal.left > 0 && --refusal.left == 0;
+  return refusal.call == call && refusal.left > 0 && --refusal.left == 0 ? refusal.result : kSuccess;
 }
 
 inline size_t used() {
@@ -126,5 +126,5 @@ using Lock = std::lock_guard<std::mutex>;
 }  // namespace fake
 
 #define MAY_REFUSE \
-  if (refuses(__func__)) return refusal.result
+  if (const CUresult result_ = refused(__func__)) return result_
 #define FAKE extern "C" __attribute__((visibility("default")))
