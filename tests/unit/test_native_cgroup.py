@@ -74,7 +74,7 @@ def run_in(cgroup: Path, program: str) -> str:
     source = Path(__file__).parents[2] / "src"
     done = subprocess.run(
         [sys.executable, "-c", program, str(cgroup), str(LIMIT)],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=60,
