@@ -21,7 +21,7 @@ MUTANTS = (
         "    staged.back()->map(true);\n  }\n  return staged;\n",
         "out of memory half way leaves mappings (M5)",
         NATIVE + "fault_map_creates_everything_before_it_maps_anything",
-        also=(("  for (auto &residence : staged) residence->map(true);\n", ""),),
+        also=(("    for (auto &residence : staged) residence->map(true);  // which takes memory of the device's too\n", ""),),
     ),
     Mutant(
         "native-condemned-not-retried",
