@@ -60,7 +60,7 @@ std::vector<Range> RangeSet::missing(Range range) const {
 Arena::Arena(Device &device, uint64_t bytes) : device_(device) {
   const uint64_t page = host::page_size();
   if (bytes == 0 || bytes > UINT64_MAX / 2) throw Error::invalid("an arena of " + std::to_string(bytes) + " bytes");
-  range_ = host::reserve((bytes + page - 1) / page * page, bytes < kAlignment ? page : kAlignment);
+  range_ = host::reserve((bytes + page - 1) / page * page, bytes < kAlignment ? page : kAlignment, TP_OP_COMMIT);
   device.access.add(entry_, range_);
   device.access.open(entry_);
   ++device.counters.arenas;
@@ -109,6 +109,16 @@ void Arena::commit(uint64_t offset, uint64_t bytes, uint32_t threads) {
   }
 }
 
+// A part of `all` bytes, which the driver may only say that there is no memory for.
+void Arena::take(Range gap, uint32_t threads, uint64_t all) {
+  try {
+    device_.driver().commit(gap, threads);
+  } catch (Error &error) {
+    if (error.status == TP_HOST_MEMORY && error.bytes_needed == 0) error.bytes_needed = all, error.bytes_free = free_host_memory();
+    throw;
+  }
+}
+
 // All of it or nothing.
 void Arena::take_all(const std::vector<Range> &gaps, uint32_t threads) {
   uint64_t bytes = 0;
@@ -116,7 +126,7 @@ void Arena::take_all(const std::vector<Range> &gaps, uint32_t threads) {
   if (bytes > 0) require_host_memory(TP_OP_COMMIT, bytes);
   size_t done = 0;
   try {
-    for (; done < gaps.size(); ++done) device_.driver().commit(gaps[done], threads);
+    for (; done < gaps.size(); ++done) take(gaps[done], threads, bytes);
   } catch (...) {
     // Nobody has seen these pages yet. What cannot be given back is kept as committed, so that it is counted and tried again.
     for (size_t i = 0; i < done; ++i) {

@@ -21,7 +21,6 @@ class RangeSet {
   std::vector<Range> missing(Range range) const;  // the parts of it that are not in the set
   std::vector<Range> present(Range range) const;  // the parts that are
   bool contains(Range range) const { return missing(range).empty(); }
-  std::vector<Range> all() const { return present({0, UINT64_MAX}); }
 
  private:
   std::map<Address, uint64_t> ranges_;  // start to end
@@ -83,6 +82,7 @@ class Arena {
   Range pages_around(uint64_t offset, uint64_t bytes) const;
   void decommit_locked(Range range);
   void wait_for_lanes(std::unique_lock<std::mutex> &lock, Range range);
+  void take(Range gap, uint32_t threads, uint64_t all);
   void take_all(const std::vector<Range> &gaps, uint32_t threads);
   void run_lane(uint32_t threads) noexcept;
   void take_part(std::unique_lock<std::mutex> &lock, Range part, uint32_t threads);

@@ -4,6 +4,7 @@
 #include "arena.h"
 #include "host_memory.h"
 #include "host_pages.h"
+#include "process_end.h"
 
 namespace torpor {
 
@@ -23,10 +24,11 @@ void Arena::commit_ahead(uint64_t offset, uint64_t bytes, uint64_t part_bytes, u
   require_host_memory(TP_OP_COMMIT, pages.bytes);  // for all of it: a machine that is filled up half way helps nobody
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    ahead_.next = pages.address, ahead_.end = pages.end(), ahead_.part_bytes = part_bytes;
+    ahead_.next = pages.address, ahead_.end = pages.end(), ahead_.part_bytes = std::min(part_bytes, range_.bytes);
     ahead_.progress = {pages.bytes, 0, 0, false, {}};
     ahead_.began = Clock::now();
   }
+  say_goodbye_at_exit();
   try {
     for (int lane = 0; lane < kLanes; ++lane) lanes_.emplace_back([this, threads] { run_lane(std::max(threads, 1u)); });
   } catch (const std::exception &) {
@@ -68,7 +70,8 @@ void Arena::take_part(std::unique_lock<std::mutex> &lock, Range part, uint32_t t
   for (const Range &gap : gaps) {
     lock.unlock();
     try {
-      device_.driver().commit(gap, threads);
+      require_host_memory(TP_OP_COMMIT, gap.bytes);  // once more: others take memory too
+      if (!work_before_goodbye(false, [&] { device_.driver().commit(gap, threads); })) throw Error::state("the process ends");
     } catch (...) {
       lock.lock();
       ahead_.taking.remove(part);
@@ -102,7 +105,11 @@ uint64_t Arena::end_ahead() {
 
 uint64_t Arena::give_back_spare(Range range) {
   uint64_t bytes = 0;
-  for (const Range &part : ahead_.spare.present(range)) {
+  const std::vector<Range> parts = ahead_.spare.present(range);
+  if (parts.empty()) return bytes;
+  // A page-lock reaches over the border to what is committed: it is not taken away under a copy.
+  const Closing closing(device_.access, entry_);
+  for (const Range &part : parts) {
     device_.driver().decommit(part);
     ahead_.spare.remove(part);
     device_.counters.spare_bytes -= part.bytes;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -27,7 +28,7 @@ class Clerk {
 
   const std::function<void()> work_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   bool expected_ = false, working_ = false, ending_ = false;
   Clock::time_point due_;
   std::thread thread_;

@@ -25,6 +25,7 @@ constexpr uint64_t kMovedBytes = 4096;
 constexpr uint32_t kMoverBlocksPerProcessor = 4;
 constexpr int kMovesFromMajor = 9;
 constexpr uint64_t kMostVectors = uint64_t{1} << 31;  // of one launch, which counts them in 32 bits
+constexpr uint64_t kMostBlockBytes = uint64_t{1} << 31;  // which it counts in 32 bits too
 constexpr unsigned kPullBlocks = 32;  // of threads: four times as many are no faster, and take more of the device
 
 uint64_t parts(uint64_t of, uint64_t most) { return (of + most - 1) / most; }
@@ -97,7 +98,7 @@ void Kernels::sum(const SumTable &sums, uint64_t first, uint64_t last, CUstream 
 
 bool Kernels::can_copy(const tp_blocks &list) {
   const auto aligned = [](uint64_t address) { return address % kVectorBytes == 0; };
-  return aligned(list.block_bytes) && list.block_bytes / kVectorBytes <= kMostVectors &&
+  return aligned(list.block_bytes) && list.block_bytes <= kMostBlockBytes &&
          std::all_of(list.dst, list.dst + list.arrays, aligned) && std::all_of(list.src, list.src + list.arrays, aligned);
 }
 

@@ -43,7 +43,7 @@ class Kernels {
 
   // Sums the chunks [first, last) of the table, wherever the device can read them.
   void sum(const SumTable &table, uint64_t first, uint64_t last, CUstream stream) const;
-  static bool can_copy(const tp_blocks &blocks);  // addresses and sizes in multiples of 16 bytes
+  static bool can_copy(const tp_blocks &blocks);  // addresses and sizes in multiples of 16 bytes, up to 2 GiB
   static uint64_t most_blocks(uint64_t block_bytes);  // of one launch, all arrays together
   // The lists where the device can read them: in its own memory, or as slowly as every thread's wait for the bus.
   void copy(const tp_blocks &blocks, CUstream stream) const;

@@ -26,22 +26,23 @@ class Region;
 // Blocks that are being copied. What they lie in stays as it is until this dies, and so does the device.
 class BlockCopy {
  public:
-  BlockCopy(AccessTable &access, std::atomic<uint64_t> &counter) : pins(access), counter_(counter) { ++counter_; }
+  BlockCopy(AccessTable &access, std::atomic<uint64_t> &counter) : counted_{counter}, pins(access) { ++counter; }
   BlockCopy(const BlockCopy &) = delete;
   BlockCopy &operator=(const BlockCopy &) = delete;
-  ~BlockCopy() {
-    flight.reset();
-    --counter_;
-  }
   void wait() {
     if (flight) flight->wait();
   }
 
+ private:
+  struct Counted {
+    std::atomic<uint64_t> &counter;
+    ~Counted() { --counter; }
+  };
+  Counted counted_;  // the last to go: a device that counts no copies may be closed
+
+ public:
   AccessTable::Pins pins;
   std::unique_ptr<Flight> flight;  // null: all is copied
-
- private:
-  std::atomic<uint64_t> &counter_;
 };
 
 class Device {

@@ -27,6 +27,8 @@ namespace torpor::host {
 namespace {
 
 constexpr uint64_t kPopulatePiece = uint64_t{16} << 20;
+// A millisecond's work. Many kernels undo a call that any signal meets: under a profiler's timer a large one would never end.
+constexpr uint64_t kAllocatePiece = uint64_t{1} << 20;
 constexpr uint64_t kCopyPiece = uint64_t{4} << 20;
 constexpr uint64_t kThreadWorth = uint64_t{1} << 20;
 constexpr int kMostThreads = 8;
@@ -85,12 +87,12 @@ uint32_t useful_threads(uint64_t bytes) noexcept {
   return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPopulatePiece, 1, std::clamp(cores, 1, kMostThreads)));
 }
 
-Range reserve(uint64_t bytes, uint64_t alignment) {
+Range reserve(uint64_t bytes, uint64_t alignment, tp_op op) {
   alignment = std::max(alignment, bytes >= kHugePage ? kHugePage : page_size());
   const uint64_t slack = alignment - page_size();
   if (bytes > UINT64_MAX / 2) throw Error::invalid("cannot reserve " + human_bytes(bytes) + " of address space");
   void *at = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) throw Error::system(TP_OP_RESERVE, errno, "reserving " + human_bytes(bytes) + " of address space");
+  if (at == MAP_FAILED) throw Error::system(op, errno, "reserving " + human_bytes(bytes) + " of address space");
   const auto start = reinterpret_cast<Address>(at);
   const Range range{align_up(start, alignment), bytes};
   if (range.address > start) munmap(at, range.address - start);
@@ -182,8 +184,13 @@ void populate_file(int fd, uint64_t bytes, bool huge) {
     const Window window(fd, bytes);
     return populate(window.range(), 1, TP_OP_CREATE);
   }
-  while (fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0) {
-    if (errno != EINTR) throw Error::system(TP_OP_CREATE, errno, "allocating " + human_bytes(bytes));
+  for (uint64_t offset = 0; offset < bytes;) {
+    const uint64_t piece = std::min(kAllocatePiece, bytes - offset);
+    if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(piece)) == 0) {
+      offset += piece;
+    } else if (errno != EINTR) {
+      throw Error::system(TP_OP_CREATE, errno, "allocating " + human_bytes(bytes));
+    }
   }
 }
 

@@ -11,7 +11,8 @@ uint64_t page_size() noexcept;
 inline constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
 // Address space that costs no memory, PROT_NONE, huge-page aligned where it is large enough to matter, or as asked (whole pages).
-Range reserve(uint64_t bytes, uint64_t alignment = 0);
+// op: what it is for, in errors.
+Range reserve(uint64_t bytes, uint64_t alignment = 0, tp_op op = TP_OP_RESERVE);
 void free_address(Range range);
 // Replaces whatever is mapped in the range in one step: at no time is the range free for another thread's mmap.
 void vacate(Range range, Vacancy vacancy);

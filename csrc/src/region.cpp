@@ -54,10 +54,19 @@ std::vector<Region *> asleep_among(Device &device, const std::vector<Region *> &
   return asleep;
 }
 
-// What was created is back: says what the whole batch needs and what there is, not what the extent that failed did.
-[[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes) {
+uint64_t held_by(const std::vector<std::unique_ptr<Residence>> &staged) {
+  uint64_t bytes = 0;
+  for (const auto &residence : staged) {
+    for (const Physical &physical : residence->extents()) bytes += physical.bytes;
+  }
+  return bytes;
+}
+
+// Says what the whole batch needs and what there is without it, not what the extent that failed did. held: what was created for it and
+// is not back yet.
+[[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes, uint64_t held) {
   if (error.status != TP_DEVICE_MEMORY) throw error;
-  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes());
+  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes() + held);
   whole.code = error.code;
   whole.message += " (" + error.message + ")";
   throw whole;
@@ -69,10 +78,10 @@ void map_locked(Device &device, const std::vector<Region *> &regions) {
   std::vector<std::unique_ptr<Residence>> staged;
   try {
     staged = create_all(device.driver(), asleep);
+    for (auto &residence : staged) residence->map(true);  // which takes memory of the device's too
   } catch (const Error &error) {
-    rethrow_of_batch(error, device, bytes);
+    rethrow_of_batch(error, device, bytes, held_by(staged));
   }
-  for (auto &residence : staged) residence->map(true);
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged[i]));
 }
 
@@ -147,7 +156,7 @@ void Rising::run(const std::function<void(Range)> &usable) {
       staged_.back()->create_mapped(sizes, make, usable);
     }
   } catch (const Error &error) {
-    rethrow_of_batch(error, device, bytes);
+    rethrow_of_batch(error, device, bytes, held_by(staged_));
   }
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged_[i]));
   staged_.clear();

@@ -49,6 +49,30 @@ MUTANTS = (
         NATIVE + "ahead_refuses_what_cannot_be",
     ),
     Mutant(
+        "ahead-asks-for-no-part",
+        NATIVE_AHEAD,
+        "      require_host_memory(TP_OP_COMMIT, gap.bytes);  //",
+        "      //",
+        "two engines that start together end in the OOM killer",
+        "tests/unit/test_native_cgroup.py::test_those_who_take_memory_ahead_at_once_do_not_fill_the_cgroup",
+    ),
+    Mutant(
+        "ahead-page-locks-go-under-a-copy",
+        NATIVE_AHEAD,
+        "  const Closing closing(device_.access, entry_);\n",
+        "",
+        "a copy from an image whose pages are not locked any more",
+        NATIVE + "threads_ending_it_waits_for_copies_in_what_was_committed",
+    ),
+    Mutant(
+        "ahead-is-over-after-a-refusal",
+        BACKING,
+        "            self._arena = None\n            raise\n",
+        "            self._arena, self._space = None, space\n            raise\n",
+        "who asks for less gets nothing, and is not told",
+        TESTS + "test_what_cannot_be_had_is_not_begun",
+    ),
+    Mutant(
         "ahead-takes-over-what-is-committed",
         NATIVE_AHEAD,
         "for (const Range &gap : entry_.committed.missing(part)) {",
@@ -78,17 +102,17 @@ MUTANTS = (
     Mutant(
         "ahead-passes-the-limit",
         BACKING,
-        "        self._require_limit(nbytes)\n        if self._space is None:\n",
-        "        if self._space is None:\n",
+        "        self._require_limit(nbytes)\n        if self._space is not None:\n",
+        "        if self._space is not None:\n",
         "host_limit_bytes holds for images only when they are late",
         TESTS + "test_the_limit_holds_for_it",
     ),
     Mutant(
         "ahead-is-begun-again",
         BACKING,
-        "        if self._space is None:\n            self._space = self._open_arena()\n            if nbytes",
-        "        if self._space is None or not self._space.empty:\n            self._space = self._space or self._open_arena()\n"
-        "            if nbytes",
+        "        if self._space is not None:\n            return\n        space = self._open_arena()\n",
+        "        if self._space is not None and self._space.empty:\n            return\n"
+        "        space = self._space or self._open_arena()\n",
         "memory is taken for images that are there already",
         TESTS + "test_it_is_taken_once_and_only_before_there_are_images",
     ),

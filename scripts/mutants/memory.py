@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import Mutant
+from mutants.mutant import NATIVE_CUDA, Mutant
 
 HOLDERS = "src/torpor/memory/holders.py"
 HOOKS = "src/torpor/memory/hooks.py"
@@ -223,5 +223,21 @@ MUTANTS = (
         "",
         "a wake that fails unmaps pages that a connector has registered",
         "tests/unit/test_memory_wake_beside.py::test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail",
+    ),
+    Mutant(
+        "memory-what-died-goes-under-the-copies",
+        WAKE,
+        "        self._shared.copying = True\n",
+        "",
+        "a wake waits a minute for itself, and fails",
+        "tests/unit/test_memory_wake_beside.py::test_a_tensor_that_dies_in_a_hook_beside_the_copies_keeps_its_memory_until_they_have_ended",
+    ),
+    Mutant(
+        "m5-what-a-wake-holds-itself-is-not-free",
+        "csrc/src/region.cpp",
+        "rethrow_of_batch(error, device, bytes, held_by(staged_));",
+        "rethrow_of_batch(error, device, bytes, 0);",
+        "the error of a wake that lacks a little says that it lacks nearly all",
+        NATIVE_CUDA + "m5_a_wake_that_finds_too_little_says_what_was_free",
     ),
 )

@@ -5,8 +5,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
+#include "child.h"
+#include "fake_cuda.h"
 #include "fixture.h"
 
 using fixture::Arena;
@@ -140,6 +143,9 @@ TEST(ahead_refuses_what_cannot_be) {
   OK(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err));
   CHECK_STATUS(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err), TP_STATE);
   end(arena);
+  OK(tp_arena_commit_ahead(arena.handle, kMiB, kMiB, UINT64_MAX - 4095, 1, &err));  // in one part, however large
+  CHECK_EQ(finished(arena).taken_bytes, kMiB);
+  end(arena);
   OK(tp_arena_commit_ahead(arena.handle, 0, kMiB, kMiB, 1, &err));  // once more
   CHECK_EQ(finished(arena).taken_bytes, kMiB);
   OK(tp_arena_destroy(arena.handle, &err));
@@ -191,6 +197,58 @@ TEST(ahead_ends_with_its_arena) {
   OK(tp_arena_destroy(arena.handle, &err));  // in the middle of it
   CHECK_EQ(device.stats().spare_bytes, 0u);
   device.close();
+}
+
+// Spare memory and committed memory are page-locked together: one of them cannot go while the other is copied.
+TEST(threads_ending_it_waits_for_copies_in_what_was_committed) {
+  fixture::Device device;
+  char path[64] = {};
+  OK(tp_hash_path(device.handle, path, sizeof path, &err));
+  if (path[0] == 's') throw check::Skip("needs kernels, to begin a copy to host memory");
+  const Arena arena(device, 64 * kMiB);
+  tp_region *region = device.region(1);
+  OK(tp_arena_commit_ahead(arena.handle, 0, 2 * kMiB, 2 * kMiB, 1, &err));
+  finished(arena);
+  OK(tp_arena_commit(arena.handle, 0, kMiB, 1, &err));
+  const uint64_t from = fixture::stats(region).address, id = 0;
+  const tp_blocks blocks{&arena.address, &from, 1, 4096, &id, &id, 1, 1, 1};
+  tp_block_copy *copy = nullptr;
+  OK(tp_block_copy_begin(device.handle, &blocks, 1, &copy, &err));
+  std::atomic<bool> ended{false};
+  std::thread ender([&] {
+    uint64_t unused = 0;
+    tp_arena_end_ahead(arena.handle, &unused, nullptr);
+    ended = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const bool early = ended;
+  OK(tp_block_copy_end(copy, &err));
+  ender.join();
+  CHECK(!early);
+  CHECK_EQ(device.stats().spare_bytes, 0u);
+  fixture::destroy(region);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+}
+
+// A process that ends in the middle of it, as one that is interrupted while it starts: nobody page-locks any more by the time that the
+// driver is taken down.
+TEST(ahead_leaves_the_driver_before_the_process_ends) {
+  if (fake_cuda::page_locked() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  if (!child::here()) {
+    CHECK(child::ends("ahead_leaves_the_driver_before_the_process_ends"));
+    return;
+  }
+  std::atexit([] {
+    const int64_t locked = fake_cuda::page_locked();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    _exit(fake_cuda::page_locked() == locked ? 0 : 1);
+  });
+  auto *device = new fixture::Device;
+  const Arena arena(*device, 512 * kMiB);
+  OK(tp_arena_commit_ahead(arena.handle, 0, 512 * kMiB, 64 << 10, 1, &err));
+  while (progress(arena).taken_bytes == 0) std::this_thread::yield();
+  std::exit(0);
 }
 
 // While the lanes are at work, others commit, give back, copy, look, and end it.

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <thread>
 
+#include "device.h"
 #include "fake_cuda.h"
 #include "fixture.h"
 
@@ -79,6 +80,25 @@ TEST(threads_memory_stays_while_blocks_are_copied) {
     fixture::map({region});
   }
   scene.close();
+}
+
+// A device that counts no copies any more may be gone the moment after.
+TEST(threads_a_block_copy_counts_until_it_has_let_go_of_the_device) {
+  torpor::AccessTable table;
+  std::atomic<uint64_t> counter{0};
+  auto copy = std::make_unique<torpor::BlockCopy>(table, counter);
+  std::thread ender;
+  bool forgotten = false;
+  table.change([&] {  // letting go of what is pinned waits for this
+    ender = std::thread([&] { copy.reset(); });
+    for (int i = 0; i < 20 && !forgotten; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      forgotten = counter == 0;
+    }
+  });
+  ender.join();
+  CHECK(!forgotten);
+  CHECK_EQ(counter.load(), 0u);
 }
 
 // Blocks may lie in memory that the device knows nothing of, which pins nothing.

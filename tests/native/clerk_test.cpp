@@ -1,14 +1,13 @@
 // What the cuda driver does for memory that was released, beside everybody else.
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <csignal>
+#include <cstdio>
 #include <cstdlib>
-#include <string>
+#include <future>
 #include <thread>
 
+#include "child.h"
 #include "cuda_clerk.h"
 #include "fake_cuda.h"
 #include "fixture.h"
@@ -36,8 +35,6 @@ bool created_since(int64_t before, int64_t count) {
   return fake_cuda::created() == before + count;
 }
 
-constexpr const char *kEndsNow = "TORPOR_TEST_CLERK_ENDS";
-
 // Its work is due between the process's goodbye and its own end.
 void leave_work_until_the_end() {
   static torpor::cuda::Clerk clerk([] {});
@@ -45,32 +42,46 @@ void leave_work_until_the_end() {
   clerk.expect(torpor::cuda::Clerk::Clock::now() + std::chrono::milliseconds(100));
 }
 
-// This very test in a process of its own; whether that came to its end.
-bool ends(const char *test) {
-  std::string mark = std::string(kEndsNow) + "=1";
-  std::string program = "/proc/self/exe", driver = "host", name = test;
-  char *const arguments[] = {program.data(), driver.data(), name.data(), nullptr};
-  std::vector<char *> environment{mark.data()};
-  for (char **each = environ; *each != nullptr; ++each) environment.push_back(*each);
-  environment.push_back(nullptr);
-  pid_t child = 0;
-  CHECK_EQ(posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environment.data()), 0);
-  for (int i = 0; i < 2000; ++i) {
-    int status = 0;
-    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-    pass(10);
-  }
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  return false;
-}
-
 }  // namespace
 
 // A clerk may be ended after the process has said goodbye to the driver, with work that is due: it does none, and ends.
 TEST(threads_a_clerk_that_outlives_the_goodbye_ends) {
-  if (std::getenv(kEndsNow) != nullptr) return leave_work_until_the_end();
-  CHECK(ends("threads_a_clerk_that_outlives_the_goodbye_ends"));
+  if (child::here()) return leave_work_until_the_end();
+  CHECK(child::ends("threads_a_clerk_that_outlives_the_goodbye_ends"));
+}
+
+// A forked child has the clerk, and not its thread: whoever ends it there waits for nobody.
+TEST(a_clerk_ends_in_a_forked_child) {
+  torpor::cuda::Clerk clerk([] {});
+  clerk.expect(torpor::cuda::Clerk::Clock::now() + std::chrono::hours(1));
+  pass(50);  // its thread waits by then
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    clerk.~Clerk();
+    _exit(0);
+  }
+  CHECK(child::ended(child));
+}
+
+// Nor does such a child, when it ends, wait for work of its parent's.
+TEST(a_forked_child_does_not_wait_for_the_work_of_its_parent) {
+  std::promise<void> begun, done;
+  torpor::cuda::Clerk clerk([&] {
+    begun.set_value();
+    done.get_future().wait();
+  });
+  clerk.expect(torpor::cuda::Clerk::Clock::now());
+  begun.get_future().wait();
+  const auto before = std::chrono::steady_clock::now();
+  std::fflush(nullptr);  // or the child says again what was said
+  const pid_t child = fork();
+  if (child == 0) std::exit(0);
+  const bool ended = child::ended(child);
+  const auto took = std::chrono::steady_clock::now() - before;
+  done.set_value();
+  CHECK(ended);
+  CHECK(took < std::chrono::milliseconds(900));
 }
 
 // The driver takes released memory back when the next is created: once, before somebody waits for it.

@@ -226,6 +226,7 @@ bool read_only(CUdeviceptr start, size_t bytes) {
 }  // namespace
 
 FAKE CUresult cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags) {
+  MAY_REFUSE;
   Lock lock(mutex);
   const auto start = reinterpret_cast<CUdeviceptr>(at);
   // As an H200 with driver 580 does.
@@ -284,8 +285,9 @@ FAKE const char *fake_cuda_left() {
   return text.c_str();
 }
 
-FAKE void fake_cuda_refuse(const char *call, int64_t nth) {
+FAKE void fake_cuda_refuse(const char *call, int64_t nth, CUresult result) {
   Lock lock(mutex);
+  refusal.result = result;
   refusal.call = call;
   refusal.left = nth;
 }

@@ -11,8 +11,9 @@ int64_t pulls();
 // Grows by one with every piece of memory that is created; -1 where the fake is not loaded.
 int64_t created();
 
+inline constexpr int kBroken = 719, kNoMemory = 2;
 // The nth of these calls to the driver fails, and no other. Nothing where the fake is not loaded.
-void refuse(const char *call, int64_t nth);
+void refuse(const char *call, int64_t nth, int result = kBroken);
 bool reached();  // Was that call?
 // The same, and no refusal is left.
 bool refused();

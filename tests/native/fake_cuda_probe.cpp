@@ -27,9 +27,9 @@ int64_t page_locked() { return number("fake_cuda_page_locked"); }
 int64_t pulls() { return number("fake_cuda_pulls"); }
 int64_t created() { return number("fake_cuda_created"); }
 
-void refuse(const char *call, int64_t nth) {
-  auto *function = reinterpret_cast<void (*)(const char *, int64_t)>(symbol("fake_cuda_refuse"));
-  if (function != nullptr) function(call, nth);
+void refuse(const char *call, int64_t nth, int result) {
+  auto *function = reinterpret_cast<void (*)(const char *, int64_t, int)>(symbol("fake_cuda_refuse"));
+  if (function != nullptr) function(call, nth, result);
 }
 
 bool reached() { return number("fake_cuda_calls_to_refusal") == 0; }

@@ -41,6 +41,7 @@ inline std::map<CUdeviceptr, size_t> registered;
 inline struct Refusal {
   std::string call;
   int64_t left = 0;  // calls until it is refused
+  CUresult result = kRefused;
 } refusal;
 inline int64_t pulls = 0;
 inline std::set<void *> host_buffers;
@@ -59,10 +60,10 @@ inline CUresult bad(CUresult result) {
   return result;
 }
 
-// Does the test want this call to fail?
-inline bool refuses(const char *call) {
+// How the test wants this call to fail; success where it does not.
+inline CUresult refused(const char *call) {
   std::lock_guard<std::mutex> lock(mutex);
-  return refusal.call == call && refusal.left > 0 && --refusal.left == 0;
+  return refusal.call == call && refusal.left > 0 && --refusal.left == 0 ? refusal.result : kSuccess;
 }
 
 inline size_t used() {
@@ -125,5 +126,5 @@ using Lock = std::lock_guard<std::mutex>;
 }  // namespace fake
 
 #define MAY_REFUSE \
-  if (refuses(__func__)) return kRefused
+  if (const CUresult result_ = refused(__func__)) return result_
 #define FAKE extern "C" __attribute__((visibility("default")))

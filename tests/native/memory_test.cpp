@@ -146,6 +146,31 @@ TEST(arena_refuses_what_the_machine_has_not) {
   device.close();
 }
 
+// Address space is refused by the kernel: for the memory of the host that it is, not of the device.
+TEST(arena_addresses_that_cannot_be_had_are_of_the_host) {
+  fixture::Device device;
+  tp_arena *arena = nullptr;
+  uint64_t address = 0;
+  CHECK_STATUS(tp_arena_create(device.handle, uint64_t{1} << 62, &arena, &address, &err), TP_HOST_MEMORY);
+  CHECK_EQ(device.stats().live_arenas, 0u);
+  device.close();
+}
+
+// Page-locks take memory that nobody can ask for beforehand.
+TEST(arena_whose_pages_cannot_be_locked_says_what_it_needed) {
+  if (fake_cuda::created() < 0) throw check::Skip("needs the stand-in for the CUDA driver");
+  fixture::Device device;
+  const TestArena arena(device, 64 * kMiB);
+  fake_cuda::refuse("cuMemHostRegister_v2", 1, fake_cuda::kNoMemory);
+  tp_error error{};
+  CHECK_EQ(tp_arena_commit(arena.handle, 0, 2 * kMiB, 1, &error), TP_HOST_MEMORY);
+  CHECK(fake_cuda::refused());
+  CHECK_EQ(error.bytes_needed, 2 * kMiB);
+  CHECK(error.bytes_free > 0);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+}
+
 TEST(arena_commit_that_fails_changes_nothing) {
   fixture::Device device;
   const TestArena arena(device, 64 * kMiB);

@@ -119,6 +119,8 @@ def test_what_cannot_be_had_is_not_begun(memory: Memory, device: Device) -> None
     with pytest.raises(ConfigurationError, match="more than 0"):
         memory.take_ahead(0)
     assert device.fault_calls(Op.COMMIT) == 0
+    taken(memory, CHUNK)  # less, of which there is enough
+    assert memory.end_ahead().taken_bytes == CHUNK
     tensor = filled(memory)
     memory.prepare_images()
     cycles(memory, tensor)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -72,6 +74,22 @@ def test_m1_m7_torchs_memory_sleeps_and_wakes_with_its_content_and_address(memor
         assert all(t.read() == bytes([i + 1]) * t.nbytes for i, t in enumerate(tensors))
         assert bool((own == 9).all())
     memory.check_integrity()
+
+
+def test_m12_a_look_that_fails_loses_no_region(memory: Memory, fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor_left() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    pool = torch_pool(memory, fake, "weights")
+    with pool:
+        tensor = filled(fake, 2 * MIB, 1)
+        with monkeypatch.context() as short:
+            short.setattr("torpor.memory.shared.pinned_bytes", no_descriptor_left)
+            with pytest.raises(DeviceError, match="Too many open files"):
+                memory.stats()
+        assert pool.stats().regions == 1
+        memory.check_integrity()
+    assert tag_of(memory, tensor) == "weights"
 
 
 def test_m10_entering_a_sleeping_pool_names_the_wake(memory: Memory, fake: FakeTorch) -> None:

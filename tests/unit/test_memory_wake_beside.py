@@ -126,6 +126,62 @@ def test_m5_hooks_that_came_back_early_let_go_when_the_copies_fail(memory: Memor
     assert kv.numel()
 
 
+def test_an_interrupt_inside_a_hook_is_not_lost_where_the_copies_fail_too(memory: Memory, device: Device) -> None:
+    weights, kv = asleep(memory)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    unregister = memory.register_tag_hooks("kv_cache", after_map=interrupt, name="impatient")
+    with Fault(device, Op.HASH, 1), pytest.raises(KeyboardInterrupt) as caught:
+        memory.wake()
+    assert isinstance(caught.value.__context__, DeviceError)
+    assert all_asleep(memory)
+    unregister()
+    memory.wake()
+    assert int(weights.min()) == 7
+    assert kv.numel()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_m12_a_failed_wake_that_cannot_be_undone_either_leaves_a_named_state(memory: Memory, device: Device, nth: int) -> None:
+    memory.pool("kv_cache", policy="discard")  # unmapped before the other
+    weights, kv = asleep(memory)
+    with Fault(device, Op.HASH, 1):
+        device.arm_fault(Op.UNMAP, nth)
+        with pytest.raises(DeviceError) as caught:
+            memory.wake()
+    assert "unmap" in caught.value.fields["unmap_failure"]
+    memory.check_integrity()
+    memory.wake()
+    assert int(weights.min()) == 7
+    assert kv.numel()
+    memory.mark_valid("kv_cache")
+    memory.check_integrity()
+
+
+def test_a_tensor_that_dies_in_a_hook_beside_the_copies_keeps_its_memory_until_they_have_ended(memory: Memory) -> None:
+    weights, kv = asleep(memory)
+    memory.wake()
+    dying = [memory.pool("weights").empty(2 * MIB, torch.uint8).fill_(9)]
+    memory.sleep()
+    seen = []
+
+    def grow() -> None:
+        dying.clear()
+        kept = memory.pool("kv_cache").zeros(MIB, torch.uint8)
+        seen.append((memory.stats().tag("weights").image_bytes, kept.nbytes))
+
+    memory.register_tag_hooks("kv_cache", after_map=grow)
+    memory.wake()
+    assert seen == [(4 * MIB, MIB)]
+    assert int(weights.min()) == int(weights.max()) == 7
+    memory.pool("kv_cache").reserve(MIB)  # any call takes back what died
+    assert memory.stats().tag("weights").image_bytes == 2 * MIB
+    memory.check_integrity()
+    assert kv.numel()
+
+
 def test_m3_a_hook_that_fails_beside_the_copies_is_reported_and_tried_again(memory: Memory) -> None:
     weights, kv = asleep(memory)
     early = Follower(memory, weights, "kv_cache")

@@ -39,6 +39,20 @@ with Device.open("host") as device:
     region.destroy()
 """
 
+AHEAD = """
+import sys, time
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text("0")
+from torpor._native import Device
+with Device.open("host") as device, device.create_arena(1 << 30) as one, device.create_arena(1 << 30) as other:
+    for arena in one, other:
+        arena.commit_ahead(0, 120 << 20, 256 << 10)
+    for arena in one, other:
+        while arena.ahead().active:
+            time.sleep(0.01)
+    print(*(arena.ahead().failure.split(":")[0] for arena in (one, other) if arena.ahead().failure))
+"""
+
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
@@ -56,15 +70,24 @@ def cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_cgroup_limit_is_respected(cgroup: Path) -> None:
+def run_in(cgroup: Path, program: str) -> str:
     source = Path(__file__).parents[2] / "src"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(cgroup), str(LIMIT)],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        [sys.executable, "-c", program, str(cgroup), str(LIMIT)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n") == ["host memory refused", "device memory refused", ""]
+    return done.stdout
+
+
+def test_cgroup_limit_is_respected(cgroup: Path) -> None:
+    assert run_in(cgroup, PROGRAM).split("\n") == ["host memory refused", "device memory refused", ""]
+
+
+def test_those_who_take_memory_ahead_at_once_do_not_fill_the_cgroup(cgroup: Path) -> None:
+    """Each has room when it begins, and both together have not."""
+    assert "not enough host memory" in run_in(cgroup, AHEAD)

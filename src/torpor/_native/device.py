@@ -204,14 +204,17 @@ class Device(Owned):
     ) -> None:
         """:meth:`map` and :meth:`restore_chunks` in one. On ``cuda`` both go on at once: what has memory is copied to while the
         rest gets it, in the order of the regions. ``mapped`` is called once, on this thread, when all regions are mapped, while
-        the copies go on; what it raises leaves here when they have ended.
+        the copies go on; what it raises leaves here when they have ended, also where they have failed.
 
         A failure to create or map leaves every region as it was, and ``mapped`` uncalled. After another failure they may be
         mapped, their content undefined: :meth:`unmap` them.
         """
         table, told = _image_table(images, chunk_bytes), _Told(mapped)
-        call("tp_wake", self.handle, _handles(regions), len(regions), table, len(table), chunk_bytes, threads, told.pointer, None)
-        told.raise_what_was_raised()
+        lists = _handles(regions), len(regions), table, len(table)
+        try:
+            call("tp_wake", self.handle, *lists, chunk_bytes, threads, told.pointer, None)
+        finally:
+            told.raise_what_was_raised()
 
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""

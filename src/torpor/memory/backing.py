@@ -178,11 +178,18 @@ class Backing:
         """Host memory for images to come, so much in all, beside whatever goes on: the first images lie where it is. Does nothing
         where there are images, or were. HostMemoryError: nothing was begun."""
         self._require_limit(nbytes)
-        if self._space is None:
-            self._space = self._open_arena()
-            if nbytes > self._space.nbytes:
+        if self._space is not None:
+            return
+        space = self._open_arena()
+        try:
+            if nbytes > space.nbytes:
                 raise HostMemoryError(f"no room for {nbytes} bytes of images", bytes_needed=nbytes, bytes_free=0)
             self._arena_memory().commit_ahead(0, nbytes, COMMIT_CHUNKS * self._chunk_bytes, min(AHEAD_THREADS, self._threads))
+        except BaseException:
+            self._arena_memory().close()
+            self._arena = None
+            raise
+        self._space = space
 
     def end_ahead(self) -> AheadReport:
         """What no image has needed by now is given back."""

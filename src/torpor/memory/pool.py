@@ -300,6 +300,7 @@ class Pool:
         return min(self._shared.config.extent_bytes, max(FIRST_SHARED_BYTES, have))
 
     def _grow(self, nbytes: int, shared: bool) -> Segment:
+        pinned = self._shared.unexplained_pins()  # first: the region may take the last descriptor, which looking needs
         region = self._shared.device.create_region(
             round_up(nbytes, ALIGN_BYTES),
             extent_bytes=self._shared.config.extent_bytes,
@@ -307,7 +308,7 @@ class Pool:
             guarded=bool(self.settings.guarded),
             name=self.tag,
         )
-        segment = Segment(self, region, shared, self._shared.unexplained_pins())
+        segment = Segment(self, region, shared, pinned)
         with self._shared.view:
             self.segments = (*self.segments, segment)
         self.slept = False

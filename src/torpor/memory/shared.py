@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torpor._native import Device
-from torpor.errors import StateError
+from torpor.errors import DeviceError, StateError
 from torpor.memory.backing import Backing
 from torpor.memory.config import MemoryConfig
 from torpor.memory.hooks import Hooks
@@ -48,12 +48,18 @@ class Shared:
         self.explained_pins = 0  # bytes; see Memory.explain_pins
         self.known_pins: dict[tuple[str, object], int] = {}  # by tag and who registered it; see Memory.note_pins
         self.captures = 0  # of graphs, in pools; until they end nobody may wait for the device, which breaks them
+        self.copying = False  # beside hooks of a wake: what has died keeps its memory, which the copies may be using
         self._depth = 0  # of structure(), by the thread that has the lock
         self._moving: tuple[int, str] | None = None  # thread, "sleep" or "wake"
 
     def unexplained_pins(self, leaving: Collection[str] = ()) -> int:
-        """Of VmPin, what is not known to be memory of a tag that stays mapped. ``leaving``: tags that do not."""
-        return pinned_bytes() - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
+        """Of VmPin, what is not known to be memory of a tag that stays mapped. ``leaving``: tags that do not. DeviceError where
+        the kernel does not say."""
+        try:
+            pinned = pinned_bytes()
+        except OSError as error:
+            raise DeviceError(f"what is pinned is not known: {error}", operation="pins", code=error.errno or 0) from error
+        return pinned - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
 
     @property
     def on_host(self) -> bool:
@@ -133,6 +139,8 @@ class Shared:
 
     def take_back_dead(self) -> None:
         """Frees what tensors that died since the last call lay in. Under the lock; never inside a transaction's own steps."""
+        if self.copying:
+            return
         while (death := self.deaths.take()) is not None:
             segment, offset = death
             segment.owner.take_back(segment, offset)

@@ -71,8 +71,10 @@ class TorchMemory:
         """Segments that torch was given since the last look; those that it freed are dying from here on."""
         if self.closed:
             return ()
+        shared = self.pool._shared
+        pinned = shared.unexplained_pins() if shared.on_host else 0  # first: what was taken and not kept would be lost
         news = self._slot.take()
-        born = tuple(self._segment(region) for region in news.born)
+        born = tuple(self._segment(region, pinned) for region in news.born)
         for address in news.dead:
             segment = self._segments.pop(address, None)
             if segment is None:
@@ -81,8 +83,7 @@ class TorchMemory:
             segment.dying = True
         return born
 
-    def _segment(self, region: Region) -> Segment:
-        pinned = self.pool._shared.unexplained_pins()
+    def _segment(self, region: Region, pinned: int) -> Segment:
         segment = Segment(self.pool, region, shared=False, pinned_at_map=pinned, by_torch=True)
         segment.layout.allocate(region.nbytes)  # where in it torch's tensors lie is not known: all of it counts
         self._segments[segment.address] = segment

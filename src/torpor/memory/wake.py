@@ -43,6 +43,7 @@ class Wake:
         self._shared = shared
         self._rises = [plan_rise(p) for p in pools]
         self._phases = Phases()
+        self._pinned = shared.unexplained_pins()  # before it maps: that may take the last descriptors, which looking needs
         self._early: list[Rise] = []  # whose hooks came back beside the copies
         self._early_failures: list[HookFailure] = []
         self._early_hooks_s: dict[str, float] = {}
@@ -103,10 +104,14 @@ class Wake:
     def _come_back_early(self) -> None:
         """All is mapped, and copies go on: whoever registers pages of a tag that gets no content need not wait for them."""
         self._early = [r for r in self._rises if r.to_map and not r.to_restore]
-        with self._phases("hooks_beside_copies"):
-            self._settle(self._early)
-            self._early_failures = self._come_back(self._early)
-            self._early_hooks_s = dict(self._shared.hooks.seconds_of)
+        self._shared.copying = True
+        try:
+            with self._phases("hooks_beside_copies"):
+                self._settle(self._early)
+                self._early_failures = self._come_back(self._early)
+                self._early_hooks_s = dict(self._shared.hooks.seconds_of)
+        finally:
+            self._shared.copying = False
 
     def _unmap_again(self, error: BaseException) -> None:
         """The images are whole. Where a hook or the driver refuses this too, the pools stay mapped, and what has content is stale
@@ -117,20 +122,18 @@ class Wake:
         except TorporError as second:
             if isinstance(error, TorporError):
                 error.fields["unmap_failure"] = str(second)
-            return
         for rise in self._early:
-            rise.pool.slept = True
+            rise.pool.slept = not rise.pool.mapped_segments()
             for segment in rise.to_map:
-                segment.stale = True
+                segment.stale = not segment.mapped
 
     def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
-        pinned = self._shared.unexplained_pins()
         for rise in rises:
             for segment in rise.pool.segments:
                 segment.stale = False
             for segment in rise.to_map:
-                segment.note_mapped(pinned)
+                segment.note_mapped(self._pinned)
             rise.pool.slept = False
             rise.pool.mapping += bool(rise.to_map)
             rise.pool.settle_torch()
