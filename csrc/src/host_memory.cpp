@@ -80,12 +80,16 @@ void limit_by(HostMemory &memory, const HostMemory &other) {
   memory.available = std::min(memory.available, other.available);
 }
 
+bool is_below(const std::string &path, const std::string &base) {
+  return path.compare(0, base.size(), base) == 0 && (path.size() == base.size() || path[base.size()] == '/');
+}
+
 void limit_by_cgroup(HostMemory &memory, const std::string &root, const Cgroup &cgroup) {
   const Mount mount = find_mount(root, cgroup.v2);
   if (mount.point.empty()) return;
   std::string path = cgroup.path;
   // In a container without a cgroup namespace the path is the host's and the mount shows a subtree of it.
-  if (mount.base != "/" && path.compare(0, mount.base.size(), mount.base) == 0) path.erase(0, mount.base.size());
+  if (mount.base != "/" && is_below(path, mount.base)) path.erase(0, mount.base.size());
   for (;;) {
     limit_by(memory, read_level(mount.point + path, cgroup.v2));
     const size_t slash = path.rfind('/');

@@ -69,6 +69,15 @@ TEST(host_memory_cgroup_v1_inside_a_container) {
   CHECK_EQ(root.read().available, 4096u);
 }
 
+// What is mounted is all that can be seen of the limits of a cgroup beside it, whose name begins alike.
+TEST(host_memory_cgroup_beside_what_is_mounted) {
+  const Root root;
+  root.file("/proc/self/cgroup", "4:memory:/docker/xy\n");
+  root.file("/proc/self/mountinfo", "35 31 0:32 /docker/x /cg/memory rw - cgroup cgroup rw,memory\n");
+  root.file("/cg/memory/memory.limit_in_bytes", "204800\n");
+  CHECK_EQ(root.read().total, 204800u);
+}
+
 TEST(host_memory_unlimited_cgroup_v1) {
   const Root root;
   root.file("/proc/self/cgroup", "4:memory:/\n");
