@@ -171,6 +171,19 @@ class TestHandingOver:
         assert d.side.stats().loads_failed == 1
         d.close()
 
+    def test_p5_what_never_comes_does_not_make_others_wait_once_for_each(self, extra: dict[str, Any]) -> None:
+        """A prefill engine died after it had answered, or somebody invents hand-offs: all of them are late at the same time."""
+        with engine("consumer", {**extra, "pd_wait_s": 0.5}) as d, engine("producer", extra) as p:
+            invented = {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": 12}
+            params = p.prefill("r", PROMPT, [1, 2, 3])
+            begun = time.monotonic()
+            for n in range(8):
+                d.begin_load(f"lost{n}", [n, *PROMPT], invented, [1, 2, 3])
+            assert d.load("q", PROMPT, params, [4, 5, 6]) == "recving"
+            assert time.monotonic() - begun < 2.0
+            assert d.has(PROMPT, [4, 5, 6])
+            assert [d.wait(f"lost{n}") for n in range(8)] == ["failed"] * 8
+
 
 class TestSleeping:
     def test_e1_the_buffers_lie_in_no_pool(self, pair: Pair) -> None:

@@ -161,4 +161,5 @@ def _fetch(load: LoadRequest) -> Fetch:
         first_block=load.first_block,
         block_ids=list(load.local_block_ids),
         version=load.params["version"],
+        asked=time.monotonic(),
     )
