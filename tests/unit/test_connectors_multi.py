@@ -399,6 +399,15 @@ class TestTheWhole:
         assert stats.bytes_received == sum(part.bytes_received for part in stats.children) > 0
         assert stats.path.startswith("ipc: ")
         assert "MemoryConnector: " in stats.path
+        assert p.sleep().held_bytes == 0
+        stats = p.worker.stats()
+        assert stats.release_s == sum(part.release_s for part in stats.children) > 0
+
+    def test_whoever_waits_for_a_load_is_told_of_it(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        d.begin_load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6])
+        d._told.get(timeout=WAIT_S)
+        assert d.step().recving == {"q"}
 
     def test_it_works_by_layer_only_when_a_child_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = config(**both(tmp_path))

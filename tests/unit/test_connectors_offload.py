@@ -190,6 +190,11 @@ class TestSleeping:
         assert engine.figures.saved_blocks == 10
         engine.worker.memory.wake()
 
+    def test_what_a_release_took_is_told(self, engine: StoreDriver) -> None:
+        assert engine.side.stats().release_s == 0
+        engine.forget()
+        assert engine.side.stats().release_s > 0
+
     def test_a_copy_that_does_not_end_stops_the_sleep(self) -> None:
         engine = StoreDriver(withdraw_timeout_s=0.1)
         gate = Gate()
