@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import socket
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from connector_pairs import Background, Gate, needs
 from engine_driver import Driver
 from store_driver import LONG, OTHER, StoreDriver, told
@@ -370,6 +373,25 @@ class TestReceiversThatFail:
         with pytest.raises(TransportError, match="has not taken"):
             sender.push([b"n" * 32], [])
         sender._written.set_result(0)
+
+    @pytest.mark.parametrize("which", ["requests for room", "handshakes"])
+    @pytest.mark.parametrize("says", [b"", b"\xc1", msgspec.msgpack.encode({"type": "of another version"})])
+    def test_what_it_cannot_read_does_not_make_it_deaf(
+        self, extra: dict[str, Any], engines: tuple[KVEngine, KVEngine], which: str, says: bytes
+    ) -> None:
+        """LMCache's socket takes no other question before one is answered, and its loop answers none that it cannot read."""
+        p, d = engines
+        host, init_port, alloc_port = extra["pd_peer"].split(":")
+        for _ in range(2):
+            with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.setsockopt(zmq.RCVTIMEO, 500)
+                stranger.connect(f"tcp://{host}:{alloc_port if which == 'requests for room' else init_port}")
+                stranger.send(says)
+                with contextlib.suppress(zmq.ZMQError):
+                    stranger.recv()
+        assert d.load("q", PROMPT, p.prefill("r", PROMPT, [1, 2, 3]), [4, 5, 6]) == "recving"
+        assert d.has(PROMPT, [4, 5, 6])
 
 
 class TestSettings:
