@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,3 +76,20 @@ def test_p2_a_release_that_fails_at_the_reader_s_end_leaves_the_owner_serving(
     x.sleep()
     x.wake()
     assert y.load("q3", B, x.prefill("r3", B, [0, 7, 1]), HERE) == "recving"
+
+
+def test_p5_without_a_thread_for_a_peer_a_load_fails_and_the_engine_goes_on(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pairs.pair()
+    plain = threading.Thread.start
+
+    def none_left(self: threading.Thread) -> None:
+        if self.name.startswith("torpor-kv-pull"):
+            raise RuntimeError("can't start new thread")
+        plain(self)
+
+    with monkeypatch.context() as system:
+        system.setattr(threading.Thread, "start", none_left)
+        assert d.load("q", A, p.prefill("r", A, THERE), HERE) == "failed"
+    assert d.load("q2", A, p.prefill("r2", A, THERE), HERE) == "recving"
