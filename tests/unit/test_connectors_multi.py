@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,6 +77,11 @@ class TestOptions:
         assert sum(c.config.withdraw_timeout_s for c in made) == pytest.approx(config().withdraw_timeout_s)
         with pytest.raises(ConnectorError, match=r"my\.module:Mine"):
             children_of(config(connectors=[entry]))
+
+    def test_the_port_that_was_asked_for_is_that_of_children_without_their_own(self) -> None:
+        """A random one would be behind a firewall."""
+        asked = dataclasses.replace(config(connectors=["ipc", "nixl", {"kv_connector": "mooncake", "kv_port": 8}]), port=7)
+        assert [c.config.port for c in children_of(asked)] == [7, 7, 8]
 
     @pytest.mark.parametrize("text", ["ipc,nixl", "ipc, nixl", '["ipc", "nixl"]', '[{"kv_connector": "ipc"}, "nixl"]'])
     def test_a_command_line_has_only_text(self, text: str) -> None:
