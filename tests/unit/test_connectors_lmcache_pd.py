@@ -165,6 +165,13 @@ class TestHandingOver:
         with pytest.raises(RequestError, match="remote_num_tokens"):
             pair.d.add("q", 1, LONG, **params)
 
+    def test_a_request_for_the_other_engine_is_refused_by_name(self, pair: Pair) -> None:
+        """As ``ipc`` does: a router that has them the wrong way round would have every prompt computed twice, and say nothing."""
+        with pytest.raises(RequestError, match="kv_role is producer"):
+            pair.d.add("q", 1, LONG, **HAND_OVER)
+        with pytest.raises(RequestError, match="kv_role is consumer"):
+            pair.p.add("q", 1, LONG, do_remote_prefill=True, remote_num_tokens=40)
+
     def test_p5_what_was_announced_and_never_comes_is_computed(self, extra: dict[str, Any]) -> None:
         needs("lmcache")
         d = StoreDriver("lmcache", engine_id="D", role="consumer", extra={**extra, "pd_wait_s": 0.2})
