@@ -20,6 +20,7 @@ CHANNEL_TESTS = "tests/unit/test_connectors_channel.py::"
 DEVICE_TESTS = "tests/unit/test_connectors_device_memory.py::"
 HANDSHAKE_TESTS = "tests/unit/test_connectors_handshake.py::"
 HOSTILE_TESTS = "tests/unit/test_connectors_hostile.py::"
+MEANWHILE = "tests/unit/test_connectors_meanwhile.py::"
 PAIR_TESTS = "tests/unit/test_connectors_pair.py::"
 PULLER_TESTS = "tests/unit/test_connectors_puller.py::"
 REGISTRY_TESTS = "tests/unit/test_connectors_registry.py::"
@@ -267,5 +268,37 @@ MUTANTS = (
         "supports_sleep_mode: ClassVar[bool] = True",
         "a connector whose author never thought of it is taken to follow a sleep",
         REGISTRY_TESTS + "TestNames::test_support_is_declared_and_not_assumed",
+    ),
+    Mutant(
+        "p5-a-handshake-outlives-a-release",
+        PULLER,
+        "if asked == self._stops and self._admits",
+        "if self._admits",
+        "an engine with new weights reads KV of the old ones",
+        MEANWHILE + "test_p5_a_handshake_from_before_an_update_of_the_weights_serves_nothing_after_it",
+    ),
+    Mutant(
+        "p2-an-owner-that-serves-is-told-to-serve-again",
+        WORKER,
+        "self._owner.state is OwnerState.SERVING:",
+        "self._owner.state is OwnerState.CLOSED:",
+        "after a release that failed an engine is served to nobody, until it sleeps",
+        MEANWHILE + "test_p2_a_release_that_fails_at_the_reader_s_end_leaves_the_owner_serving",
+    ),
+    Mutant(
+        "a-missing-thread-ends-the-engine",
+        READER,
+        "        except RuntimeError as error:",
+        "        except KeyError as error:",
+        "a load where the system is out of threads ends the engine",
+        MEANWHILE + "test_p5_without_a_thread_for_a_peer_a_load_fails_and_the_engine_goes_on",
+    ),
+    Mutant(
+        "p2-who-cannot-be-looked-at-is-gone",
+        DOORS,
+        "            raise\n        return None\n",
+        "            return None\n        return None\n",
+        "an owner that is out of descriptors unmaps under its readers",
+        DEVICE_TESTS + "test_p2_of_device_memory_the_fence_tells_whether_a_peer_still_has_it",
     ),
 )

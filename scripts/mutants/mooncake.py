@@ -75,4 +75,13 @@ MUTANTS = (
         TESTS + "TestMetadata::test_what_is_no_handle_is_refused",
         needs="mooncake",
     ),
+    Mutant(
+        "mooncake-what-is-not-given-up-is-forgotten",
+        READS,
+        "                return False\n            self.engine = None\n",
+        "                self.engine = None\n                raise\n            self.engine = None\n",
+        "buffers with a read in flight are forgotten with it, and bytes land in freed memory",
+        TESTS + "TestEngines::test_p2_a_reader_s_buffer_that_cannot_be_given_up_waits_beside_one_with_a_read_in_flight",
+        needs="mooncake",
+    ),
 )

@@ -136,4 +136,20 @@ MUTANTS = (
         "blocks are given away while a copy writes to them",
         OFFLOAD_TESTS + "TestSleeping::test_a_load_that_is_cancelled_writes_nothing_more",
     ),
+    Mutant(
+        "store-keeps-after-its-end",
+        MOVER,
+        "            if not self._closed:  # else",
+        "            if True:  # else",
+        "a copy goes into freed memory",
+        OFFLOAD_TESTS + "test_nothing_is_kept_in_a_buffer_that_was_given_back_at_the_end",
+    ),
+    Mutant(
+        "disk-waits-for-its-folder",
+        DISK,
+        "            self._present.mkdir(mode=0o700, exist_ok=True)  # ",
+        "            pass  # ",
+        "a disk that was away for a moment is not used until the next start",
+        DISK_TESTS + "TestEngines::test_a_disk_that_was_away_during_an_update_is_used_when_it_is_back",
+    ),
 )

@@ -17,10 +17,12 @@ from faulty_moves import (
     OnceOnly,
     OneTry,
     Sulking,
+    Trusting,
 )
 from faulty_reads import (
     Credulous,
     Dreamer,
+    Forgiving,
     Miserly,
     ModelBlind,
     Mournful,
@@ -30,6 +32,7 @@ from faulty_reads import (
     PrefixBlind,
     SameEpoch,
     Talkative,
+    Unstoppable,
 )
 
 from torpor.connectors.base import KVConnector
@@ -72,10 +75,12 @@ MUTANTS = (
     Mutant(Greedy, "own buffers", SOCKETS),
     Mutant(Talkative, "blocks end", SOCKETS),
     Mutant(Miserly, "blocks end", SOCKETS),
+    Mutant(Forgiving, "blocks end", SOCKETS),
     Mutant(Credulous, "wrong requests", SOCKETS),
     Mutant(ModelBlind, "other layout", SOCKETS),
     Mutant(OldBytes, "follow", SOCKETS),
     Mutant(Optimist, "in-flight read", SOCKETS),
+    Mutant(Unstoppable, "in-flight read", SOCKETS),
     Mutant(Dreamer, "late read", SOCKETS),
     Mutant(SameEpoch, "old epoch", SOCKETS),
     Mutant(Mournful, "peer crash", SOCKETS),
@@ -85,6 +90,7 @@ MUTANTS = (
     Mutant(OneTry, "failed restore", SOCKETS),
     Mutant(EarlyBird, "partial wake", SOCKETS),
     Mutant(Habitual, "new weights", SOCKETS),
+    Mutant(Trusting, "new weights", SOCKETS),
     Mutant(Clinging, "shutdown", SOCKETS),
     Mutant(KeepsMappings, "bytes flat", SOCKETS),
     Mutant(KeepsBytes, "bytes flat", SOCKETS),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ from torpor.connectors.doors import Credentials
 from torpor.connectors.ipc import IpcTransport
 from torpor.connectors.options import Options
 from torpor.connectors.scheduler import PullScheduler
-from torpor.connectors.transport import RemoteMemory
+from torpor.connectors.transport import BlockRead, RemoteMemory
 from torpor.connectors.worker import PullWorker
 from torpor.kvcache.types import BlockId, KVCacheSpec
 from torpor.request import GenerationRequest
@@ -174,6 +177,43 @@ class MiserlyWorker(PullWorker):
 
 class Miserly(FaultyPinned):
     worker = MiserlyWorker
+
+
+class ForgivingWorker(PullWorker):
+    def register_kv_caches(self, kv_caches: Any, spec: KVCacheSpec, memory: Any) -> None:
+        super().register_kv_caches(kv_caches, spec, memory)
+        self._fence.end = lambda lease: None  # type: ignore[method-assign, union-attr]
+
+
+class Forgiving(FaultyPinned):
+    """Frees the blocks when a lease has passed, and lets its reader in all the same."""
+
+    worker = ForgivingWorker
+
+
+class UnstoppableTransport(PinnedTransport):
+    def attach(self, *args: Any) -> RemoteMemory:
+        remote = super().attach(*args)
+        plain = remote.read
+
+        def read(request: BlockRead, confirm: Callable[[], None]) -> int:
+            deaf = msgspec.structs.replace(request, stop=lambda: False, writing=_slowly)
+            return plain(deaf, confirm)
+
+        remote.read = read  # type: ignore[method-assign]
+        return remote
+
+
+@contextlib.contextmanager
+def _slowly() -> Iterator[None]:
+    time.sleep(0.02)
+    yield
+
+
+class Unstoppable(FaultyPinned):
+    """Says of a load that was cancelled that it has ended, and goes on with it."""
+
+    transport = UnstoppableTransport
 
 
 class SameEpochWorker(PullWorker):

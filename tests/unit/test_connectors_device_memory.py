@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -125,6 +126,18 @@ def transport_on(driver: str, folder: Path, fence: FencePage) -> IpcTransport:
     return transport
 
 
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_p2_of_device_memory_the_fence_tells_whether_a_peer_still_has_it(tmp_path: Path) -> None:
     fence = FencePage(16)
     transport = transport_on("cuda", tmp_path, fence)
@@ -140,6 +153,10 @@ def test_p2_of_device_memory_the_fence_tells_whether_a_peer_still_has_it(tmp_pat
         assert peer.stdout.readline() == "maps\n"
         credentials = Credentials(peer.pid, os.geteuid(), start_time(peer.pid))
         assert not transport.lets_go(credentials)
+        with no_descriptors_left():
+            assert not transport.lets_go(credentials), "what cannot be looked at is not gone"
+            with pytest.raises(OSError, match="Too many open files"):
+                start_time(peer.pid)
         peer.stdin.write("drop\n")
         peer.stdin.flush()
         assert peer.stdout.readline() == "dropped\n"

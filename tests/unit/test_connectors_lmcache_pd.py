@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import socket
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from connector_pairs import Background, Gate, needs
 from engine_driver import Driver
 from lmcache_pairs import free_peer
@@ -155,6 +158,13 @@ class TestHandingOver:
         with pytest.raises(RequestError, match="remote_num_tokens"):
             pair.d.add("q", 1, LONG, **params)
 
+    def test_a_request_for_the_other_engine_is_refused_by_name(self, pair: Pair) -> None:
+        """As ``ipc`` does: a router that has them the wrong way round would have every prompt computed twice, and say nothing."""
+        with pytest.raises(RequestError, match="kv_role is producer"):
+            pair.d.add("q", 1, LONG, **HAND_OVER)
+        with pytest.raises(RequestError, match="kv_role is consumer"):
+            pair.p.add("q", 1, LONG, do_remote_prefill=True, remote_num_tokens=40)
+
     def test_p5_what_was_announced_and_never_comes_is_computed(self, extra: dict[str, Any]) -> None:
         needs("lmcache")
         d = StoreDriver("lmcache", engine_id="D", role="consumer", extra={**extra, "pd_wait_s": 0.2})
@@ -163,6 +173,19 @@ class TestHandingOver:
         assert (d.tokens["q"], d.cached("q")) == (told(LONG), 0)
         assert d.side.stats().loads_failed == 1
         d.close()
+
+    def test_p5_what_never_comes_does_not_make_others_wait_once_for_each(self, extra: dict[str, Any]) -> None:
+        """A prefill engine died after it had answered, or somebody invents hand-offs: all of them are late at the same time."""
+        with engine("consumer", {**extra, "pd_wait_s": 0.5}) as d, engine("producer", extra) as p:
+            invented = {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": 12}
+            params = p.prefill("r", PROMPT, [1, 2, 3])
+            begun = time.monotonic()
+            for n in range(8):
+                d.begin_load(f"lost{n}", [n, *PROMPT], invented, [1, 2, 3])
+            assert d.load("q", PROMPT, params, [4, 5, 6]) == "recving"
+            assert time.monotonic() - begun < 2.0
+            assert d.has(PROMPT, [4, 5, 6])
+            assert [d.wait(f"lost{n}") for n in range(8)] == ["failed"] * 8
 
 
 class TestSleeping:
@@ -350,6 +373,25 @@ class TestReceiversThatFail:
         with pytest.raises(TransportError, match="has not taken"):
             sender.push([b"n" * 32], [])
         sender._written.set_result(0)
+
+    @pytest.mark.parametrize("which", ["requests for room", "handshakes"])
+    @pytest.mark.parametrize("says", [b"", b"\xc1", msgspec.msgpack.encode({"type": "of another version"})])
+    def test_what_it_cannot_read_does_not_make_it_deaf(
+        self, extra: dict[str, Any], engines: tuple[KVEngine, KVEngine], which: str, says: bytes
+    ) -> None:
+        """LMCache's socket takes no other question before one is answered, and its loop answers none that it cannot read."""
+        p, d = engines
+        host, init_port, alloc_port = extra["pd_peer"].split(":")
+        for _ in range(2):
+            with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.setsockopt(zmq.RCVTIMEO, 500)
+                stranger.connect(f"tcp://{host}:{alloc_port if which == 'requests for room' else init_port}")
+                stranger.send(says)
+                with contextlib.suppress(zmq.ZMQError):
+                    stranger.recv()
+        assert d.load("q", PROMPT, p.prefill("r", PROMPT, [1, 2, 3]), [4, 5, 6]) == "recving"
+        assert d.has(PROMPT, [4, 5, 6])
 
 
 class TestSettings:

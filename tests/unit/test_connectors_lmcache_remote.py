@@ -41,6 +41,7 @@ class Server:
         self.going = threading.Event()
         self.going.set()
         self.sockets: list[socket.socket] = []
+        self.delay_s = 0.0  # of everything that is said
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -75,6 +76,7 @@ class Server:
         with contextlib.suppress(OSError), source, sink:
             while data := source.recv(1 << 16):
                 self.going.wait()
+                time.sleep(self.delay_s)
                 sink.sendall(data)
 
     def close(self) -> None:
@@ -118,11 +120,15 @@ def kept(by: KVEngine, server: Server, prompt: list[int], name: str = "r") -> No
     until(lambda: len(server.kept) >= before + 3)
 
 
+def client_of(engine: KVEngine) -> Any:
+    backend = engine.worker._store._engine._engine.storage_manager.storage_backends["RemoteBackend-torpor"]  # type: ignore[attr-defined]
+    return backend.connection.getWrappedConnector()
+
+
 def impatient(of: KVEngine) -> None:
     """As if it were some time later."""
-    engine = of.worker._store._engine._engine  # type: ignore[attr-defined]
-    backend = engine.storage_manager.storage_backends["RemoteBackend-torpor"]
-    backend.connection.getWrappedConnector()._failed_at = float("-inf")
+    client = client_of(of)
+    client._failed_at = client._slow_at = float("-inf")
 
 
 class TestKeeping:
@@ -208,6 +214,47 @@ class TestServersThatFail:
             impatient(d)
             assert d.load("q", A, {}, [4, 5, 6]) == "recving", "and when it has come to it is used again"
             assert d.has(A, [4, 5, 6])
+
+    def test_one_that_is_slow_costs_one_wait_however_long_the_prompt_is(self, server: Server) -> None:
+        """The step loop asks, and every other request waits with it."""
+        long = list(range(29))
+        with engine(server.url, "P") as p, engine(server.url, "D") as d:
+            p.prefill("r", long, [1, 2, 3, 4, 5, 6, 7])
+            p.wait("r", WAIT_S)
+            until(lambda: len(server.kept) >= 7)
+            assert found_by(d, long) == 28
+            server.delay_s = 0.1  # 0.2 for an answer, in half a second for all
+            begun = time.monotonic()
+            assert found_by(d, long) == 0
+            assert time.monotonic() - begun < 1.0
+            begun = time.monotonic()
+            assert found_by(d, [1, *long]) == 0
+            assert time.monotonic() - begun < 0.1, "nor is it asked again at once"
+            server.delay_s = 0.0
+            impatient(d)
+            assert found_by(d, long) == 28
+
+    def test_a_prompt_s_question_does_not_wait_for_all_that_is_to_be_written(self, server: Server) -> None:
+        with engine(server.url, "P") as p:
+            begun_to_write, go = threading.Event(), threading.Event()
+            client = client_of(p)
+            plain = client.put
+
+            async def slow(*args: Any) -> None:
+                begun_to_write.set()
+                go.wait(2.0)
+                await plain(*args)
+
+            client.put = slow
+            p.prefill("r", A, [1, 2, 3])
+            assert begun_to_write.wait(WAIT_S)
+            begun = time.monotonic()
+            assert found_by(p, [9, *A]) == 0
+            assert time.monotonic() - begun < 1.5
+            go.set()
+            until(lambda: len(server.kept) >= 3)
+            impatient(p)
+            assert found_by(p, [9, *A]) == 0
 
     def test_a_load_that_it_leaves_in_the_middle_fails_and_the_next_is_right(self, server: Server) -> None:
         with engine(server.url, "P") as p, engine(server.url, "D") as d:

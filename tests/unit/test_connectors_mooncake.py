@@ -205,6 +205,50 @@ class TestEngines:
         transport._geometry = real
         transport.publish()
 
+    def test_p2_a_reader_s_buffer_that_cannot_be_given_up_waits_beside_one_with_a_read_in_flight(
+        self, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        p, d = pairs.pair()
+        assert d.load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6]) == "recving"
+        transport, go = transport_of(d), threading.Event()
+        flying = transport._new_station()
+        flying.flight = Flight(lambda: go.wait(WAIT_S) and None)
+        assert not transport._dispose(flying)
+
+        def refuse(self: Engine, address: int) -> None:
+            raise TransportError("told to fail", transport="mooncake")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Engine, "unregister", refuse)
+            d.sleep()
+        assert transport._set_aside[0] is flying, "bytes may land there"
+        assert len(transport._set_aside) == 2
+        go.set()
+        assert flying.flight.wait(time.monotonic() + WAIT_S)
+        d.wake()
+        assert d.load("s", B, p.prefill("t", B, [1, 2, 3]), [4, 5, 6]) == "recving"
+        p.sleep()
+        assert transport._set_aside == []
+
+    def test_an_engine_whose_buffer_cannot_be_registered_is_handed_on(
+        self, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        d = pairs.engine("D", "consumer")
+        engine = mooncake_engine.borrow_engine("127.0.0.1", "tcp", None)
+        mooncake_engine.return_engine(engine, "127.0.0.1", "tcp", None)
+        plain, calls = Engine.register, itertools.count(1)
+
+        def second_fails(self: Engine, address: int, nbytes: int) -> None:
+            if next(calls) == 2:
+                raise TransportError("told to fail", transport="mooncake")
+            plain(self, address, nbytes)
+
+        monkeypatch.setattr(Engine, "register", second_fails)
+        with pytest.raises(TransportError, match="told"):
+            transport_of(d)._new_station()
+        assert mooncake_engine._idle[("127.0.0.1", "tcp", None)][-1] is engine
+        assert not engine._registered
+
     def test_what_mooncake_refuses_is_an_error_with_its_code(self) -> None:
         needs("mooncake")
         engine = mooncake_engine.borrow_engine("127.0.0.1", "tcp", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,6 +77,11 @@ class TestOptions:
         assert sum(c.config.withdraw_timeout_s for c in made) == pytest.approx(config().withdraw_timeout_s)
         with pytest.raises(ConnectorError, match=r"my\.module:Mine"):
             children_of(config(connectors=[entry]))
+
+    def test_the_port_that_was_asked_for_is_that_of_children_without_their_own(self) -> None:
+        """A random one would be behind a firewall."""
+        asked = dataclasses.replace(config(connectors=["ipc", "nixl", {"kv_connector": "mooncake", "kv_port": 8}]), port=7)
+        assert [c.config.port for c in children_of(asked)] == [7, 7, 8]
 
     @pytest.mark.parametrize("text", ["ipc,nixl", "ipc, nixl", '["ipc", "nixl"]', '[{"kv_connector": "ipc"}, "nixl"]'])
     def test_a_command_line_has_only_text(self, text: str) -> None:
@@ -399,6 +405,15 @@ class TestTheWhole:
         assert stats.bytes_received == sum(part.bytes_received for part in stats.children) > 0
         assert stats.path.startswith("ipc: ")
         assert "MemoryConnector: " in stats.path
+        assert p.sleep().held_bytes == 0
+        stats = p.worker.stats()
+        assert stats.release_s == sum(part.release_s for part in stats.children) > 0
+
+    def test_whoever_waits_for_a_load_is_told_of_it(self, pairs: Pairs, tmp_path: Path) -> None:
+        p, d = pairs.pair(extra=both(tmp_path))
+        d.begin_load("q", A, p.prefill("r", A, [1, 2, 3]), [4, 5, 6])
+        d._told.get(timeout=WAIT_S)
+        assert d.step().recving == {"q"}
 
     def test_it_works_by_layer_only_when_a_child_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = config(**both(tmp_path))

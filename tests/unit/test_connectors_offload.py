@@ -11,7 +11,7 @@ import pytest
 from connector_pairs import WAIT_S, Background, Gate
 from store_driver import LONG, OTHER, StoreDriver, told
 
-from torpor.connectors import ConnectorConfig, get_connector
+from torpor.connectors import ConnectorConfig, get_connector, mover
 from torpor.connectors.offload import OffloadConnector, OffloadStore
 from torpor.connectors.store import StoreScheduler, shared_store
 from torpor.engine.base import EngineState
@@ -189,6 +189,11 @@ class TestSleeping:
         assert engine.worker.memory.stats().tag("kv_cache").residency is Residency.ASLEEP
         assert engine.figures.saved_blocks == 10
         engine.worker.memory.wake()
+
+    def test_what_a_release_took_is_told(self, engine: StoreDriver) -> None:
+        assert engine.side.stats().release_s == 0
+        engine.forget()
+        assert engine.side.stats().release_s > 0
 
     def test_a_copy_that_does_not_end_stops_the_sleep(self) -> None:
         engine = StoreDriver(withdraw_timeout_s=0.1)
@@ -391,3 +396,23 @@ class TestSettings:
         tmp_path.chmod(0o777)
         with pytest.raises(ConfigurationError, match="nobody else"):
             StoreDriver(extra={"disk_dir": str(tmp_path)})
+
+
+def test_nothing_is_kept_in_a_buffer_that_was_given_back_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that hangs while the engine shuts down, and comes to later."""
+    monkeypatch.setattr(mover, "JOIN_S", 0.05)
+    engine = StoreDriver(withdraw_timeout_s=0.05)
+    store, copied = engine.store, list[Any]()
+    assert isinstance(store, OffloadStore)
+    monkeypatch.setattr(store, "save", lambda order: copied.append(order))
+    gate, moving = Gate(), engine.side._live_mover
+    monkeypatch.setattr(moving, "_settle", gate.before(lambda: None))
+    engine.add("a", max_tokens=1, prompt=LONG)
+    while not gate.reached.is_set():
+        engine.step()
+    engine.close()
+    assert store._host._buffer is None
+    gate.open()
+    moving._thread.join(WAIT_S)
+    assert not moving._thread.is_alive()
+    assert copied == []

@@ -386,6 +386,25 @@ class TestEngines:
         assert engine.answer("c", prompt=LONG) == told(LONG)
         assert engine.figures.disk_errors == 10
 
+    def test_what_is_removed_to_make_room_on_the_disk_is_made_again(self, engines: Engines) -> None:
+        engine = engines.start()
+        engine.answer("a", prompt=LONG)
+        written(engine, 10)
+        for folder in engines.folder.glob("kv-*"):
+            shutil.rmtree(folder)
+        assert engine.answer("b", prompt=OTHER) == told(OTHER)
+        written(engine, 20)
+        assert engine.figures.disk_errors == 0
+        assert len(list(engines.folder.glob("kv-*/*.block"))) == 10
+
+    def test_a_disk_that_was_away_during_an_update_is_used_when_it_is_back(self, engines: Engines) -> None:
+        engine = engines.start()
+        away = engines.folder.rename(engines.folder.with_name("away"))
+        engine.core.set_weights_version("fake@2")
+        away.rename(engines.folder)
+        engine.answer("b", prompt=LONG)
+        written(engine, 10)
+
     def test_blocks_that_wait_for_a_slow_disk_are_not_given_up(self, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = offload_disk._write_new
 

@@ -49,11 +49,13 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks since boot; None when there is no such process, or only its remains."""
+    """Clock ticks since boot; None when there is no such process, or only its remains. OSError when we cannot look."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # of this process or machine, and no news of that one
+            raise
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
@@ -124,10 +126,10 @@ class UnixDoor:
         sock = _accept(self._sock, timeout_s)
         if sock is None:
             return None
-        credentials = peer_credentials(sock)
         try:
+            credentials = peer_credentials(sock)
             self._check(credentials)
-        except HandshakeError:
+        except (HandshakeError, OSError):
             sock.close()
             return None
         return sock, credentials

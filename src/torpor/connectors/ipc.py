@@ -125,19 +125,27 @@ class IpcTransport(Transport):
         return "localhost", 0
 
     def lets_go(self, credentials: Credentials | None) -> bool:
-        """A process that is not visible from here cannot be looked into: then the sleep report is what tells."""
+        """A process that is not visible from here cannot be looked into: then the sleep report is what tells. One that cannot be
+        looked into for want of descriptors has not let go as far as we know."""
         if credentials is None or credentials.pid in (0, os.getpid()):
             return True
-        if doors.start_time(credentials.pid) != credentials.started:
-            return True
-        try:
-            mapped = any(mapping.inode in self._inodes for mapping in read_mappings(credentials.pid))
-            return not mapped and not any(inode in self._inodes for _, inode in open_memfds(credentials.pid))
-        except OSError:
-            return doors.start_time(credentials.pid) != credentials.started
+        with contextlib.suppress(OSError):
+            return _is_gone(credentials) or not self._is_held_by(credentials.pid)
+        with contextlib.suppress(OSError):
+            return _is_gone(credentials)
+        return False
+
+    def _is_held_by(self, pid: int) -> bool:
+        """OSError when the process is gone, or cannot be looked into."""
+        mapped = any(mapping.inode in self._inodes for mapping in read_mappings(pid))
+        return mapped or any(inode in self._inodes for _, inode in open_memfds(pid))
 
     def close(self) -> None:
         self.unpublish()
+
+
+def _is_gone(credentials: Credentials) -> bool:
+    return doors.start_time(credentials.pid) != credentials.started
 
 
 Piece = tuple[Words, Words, int, Words, Words]

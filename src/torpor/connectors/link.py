@@ -33,7 +33,6 @@ class Link:
         self.epoch: Epoch = wire.parse_epoch(offer.epoch, channel.peer)
         self.theirs = theirs
         self.bytes = 0
-        self.reads = 0
         self._key = offer.lease_key
         self._channel = channel
         self._remote = remote
@@ -96,7 +95,6 @@ class Link:
                 moved = self._remote.read(self._request(load, timeout_s), lambda: self._confirm(load))
             self._confirm(load)
         self.bytes += moved
-        self.reads += 1
 
     def _request(self, load: Load, timeout_s: float) -> BlockRead:
         return BlockRead(

@@ -30,6 +30,11 @@ class PairScheduler(StoreScheduler):
     """What is handed over is announced in ``kv_transfer_params``; it may come later than the request."""
 
     def check_params(self, params: dict[str, Any], num_prompt_tokens: int) -> None:
+        for what, can, role in (("do_remote_decode", self._keeps, "producer"), ("do_remote_prefill", self._looks_up, "consumer")):
+            if wants(params, what) and not can:
+                raise RequestError(
+                    f"kv_transfer_params.{what} needs an engine whose kv_role is {role}", param=f"kv_transfer_params.{what}"
+                )
         if not wants(params, "do_remote_prefill"):
             return
         told = params.get("remote_num_tokens")

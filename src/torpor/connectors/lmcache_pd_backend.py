@@ -5,6 +5,7 @@ LMCache's own is replaced, and why, all run (``docs/design/connectors.md``):
 - The receiver shows a chunk before its bytes are there, keeps one that never comes for ever, and tells the next sender that it
   has it. Here chunks prove themselves (``lmcache_chunks``), those that cannot are asked for again, and the oldest give way.
 - A receiver without room waits, in the thread that answers everybody. Here it is said that nothing needs to be sent.
+- One message that a receiver cannot read, such as another version's, and it answers nobody any more.
 - The sender waits for ever for a receiver that says nothing, and loses memory with every push that fails.
 - Neither can be closed: their threads wait for messages.
 """
@@ -145,14 +146,43 @@ class Sender(Backend):
         self._patience.destroy(linger=0)
 
 
+class Answering:
+    """LMCache's end of questions and answers. Where its loop answers one with an exception, nothing else could be asked: ZeroMQ
+    waits for the answer. An empty one goes out then, which no sender takes for anything."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def recv(self) -> Any:
+        while True:
+            try:
+                return self._inner.recv()
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EFSM:
+                    raise
+                self._inner.send(b"")
+
+    def send(self, answer: bytes) -> None:
+        self._inner.send(answer)
+
+
 class Receiver(Backend):
     """Chunks come in on LMCache's threads; ``copy_of`` and ``drop`` are anybody's."""
+
+    alloc_side_channel: Any
 
     def __init__(self, config: Any, metadata: Any, chunks: Chunks, peer: Peer) -> None:
         """ConfigurationError when something else listens there."""
         for port in (peer.init_port, peer.alloc_port):
             _check_free(peer.host, port)
         super().__init__(config, metadata, chunks, peer)
+        self.alloc_side_channel = Answering(self.alloc_side_channel)
+        channel, deadline = self.transfer_channel, time.monotonic() + JOIN_S
+        while not channel.side_channels:  # its thread makes it
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"it does not listen at {peer.host}:{peer.init_port}")
+            time.sleep(0.001)
+        channel.init_side_channel = Answering(channel.init_side_channel)
 
     def holds(self, name: bytes) -> bool:
         """There is room for it at least."""

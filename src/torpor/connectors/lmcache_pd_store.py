@@ -180,7 +180,7 @@ class PairStore(Store):
         if self._receiver is None or fetch.version != self.version:
             raise TransportError("the weights have changed", transport=self.name)
         names = self._names.of(fetch.token_ids)
-        deadline = time.monotonic() + self._options.pd_wait_s
+        deadline = fetch.asked + self._options.pd_wait_s  # those that never come are late together, not one after the other
         for name, block in zip(names[fetch.first_block :], fetch.block_ids, strict=True):
             self._chunks.empty(self._arrived(self._receiver, name, stop, deadline), self._layers, block)
         if fetch.version != self.version:

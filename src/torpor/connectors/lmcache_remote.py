@@ -8,11 +8,12 @@ the other returns shifted bytes with success.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PLUGIN = "torpor"
 RETRY_S = 5.0  # for so long after a failure nothing is asked of the server
+SLACK_S = 0.1  # for a thread to wake
 
 
 def settings_of(address: tuple[str, int], timeout_s: float) -> dict[str, Any]:
@@ -54,23 +56,56 @@ class ServerConnector(RemoteConnector):  # type: ignore[misc]
         self._timeout_s: float = config.extra_config[f"{prefix}.timeout_s"]
         self._socket: socket.socket | None = None
         self._failed_at = float("-inf")
+        self._slow_at = float("-inf")
         self._failing = False
 
     async def exists(self, key: Any) -> bool:
         if self._paused:
             return False
-        with self._exchange() as (line, deadline):
+        deadline = time.monotonic() + self._timeout_s
+        with self._exchange(deadline) as line:
             line.sendall(_message(ClientCommand.EXIST, key))
             return bool(_answer(line, deadline).code == ServerReturnCode.SUCCESS)
 
     def exists_sync(self, key: Any) -> bool:
         return asyncio.run_coroutine_threadsafe(self.exists(key), self._loop).result()
 
+    def support_batched_contains(self) -> bool:
+        return True
+
+    def batched_contains(self, keys: Sequence[Any]) -> int:
+        """How many of a prompt's leading chunks are there. The engine's step loop asks, so all of it takes ``timeout_s``, however
+        many they are and however much waits to be written; where it takes longer, nothing is asked for a while. OSError."""
+        if time.monotonic() - self._slow_at < RETRY_S:
+            return 0
+        deadline = time.monotonic() + self._timeout_s
+        asked = asyncio.run_coroutine_threadsafe(self._leading(keys, deadline), self._loop)
+        try:
+            return asked.result(self._timeout_s + SLACK_S)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            if asked.done():
+                raise
+        asked.cancel()
+        self._slow_at = time.monotonic()
+        logger.warning("LMCache's server at %s is slow: prompts are not looked up there for %g s", self._address, RETRY_S)
+        return 0
+
+    async def _leading(self, keys: Sequence[Any], deadline: float) -> int:
+        if self._paused or time.monotonic() > deadline:
+            return 0
+        with self._exchange(deadline) as line:
+            for count, key in enumerate(keys):
+                line.sendall(_message(ClientCommand.EXIST, key))
+                if _answer(line, deadline).code != ServerReturnCode.SUCCESS:
+                    return count
+        return len(keys)
+
     async def get(self, key: Any) -> Any:
         """None: it is not there, or there is no room for it here."""
         if self._paused:
             return None
-        with self._exchange() as (line, deadline):
+        deadline = time.monotonic() + self._timeout_s
+        with self._exchange(deadline) as line:
             line.sendall(_message(ClientCommand.GET, key))
             answer = _answer(line, deadline)
             if answer.code != ServerReturnCode.SUCCESS:
@@ -91,7 +126,7 @@ class ServerConnector(RemoteConnector):  # type: ignore[misc]
         if self._paused:
             return
         content = memory_obj.byte_array
-        with self._exchange() as (line, _):
+        with self._exchange(time.monotonic() + self._timeout_s) as line:
             shape, dtype, fmt = memory_obj.get_shape(), memory_obj.get_dtype(), memory_obj.get_memory_format()
             line.sendall(ClientMetaMessage(ClientCommand.PUT, key, len(content), fmt, dtype, shape).serialize())
             line.sendall(content)
@@ -109,16 +144,15 @@ class ServerConnector(RemoteConnector):  # type: ignore[misc]
         return time.monotonic() - self._failed_at < RETRY_S
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[tuple[socket.socket, float]]:
-        """The connection, and when the exchange has to be over. One that failed half way leaves no connection: what came next
-        would be the rest of another answer."""
-        deadline = time.monotonic() + self._timeout_s
+    def _exchange(self, deadline: float) -> Iterator[socket.socket]:
+        """The connection, for an exchange that has to be over by then. One that failed half way leaves no connection: what came
+        next would be the rest of another answer."""
         try:
             if self._socket is None:
-                self._socket = socket.create_connection(self._address, timeout=self._timeout_s)
+                self._socket = socket.create_connection(self._address, timeout=_left(deadline))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.settimeout(self._timeout_s)
-            yield self._socket, deadline
+            self._socket.settimeout(_left(deadline))
+            yield self._socket
         except BaseException as error:
             self._give_up(error)
             raise
@@ -152,8 +186,12 @@ def _receive(line: socket.socket, room: memoryview, deadline: float) -> None:
     """Fills ``room``."""
     room = room.cast("B")
     while len(room):
-        line.settimeout(max(0.001, deadline - time.monotonic()))
+        line.settimeout(_left(deadline))
         count = line.recv_into(room)
         if count == 0:
             raise ConnectionError("the server closed the connection")
         room = room[count:]
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

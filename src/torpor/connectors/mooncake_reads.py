@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import re
 import time
@@ -25,6 +26,8 @@ from torpor.errors import HandshakeError, TransportError
 
 if TYPE_CHECKING:
     from torpor.memory import Memory
+
+logger = logging.getLogger(__name__)
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:\d{1,5}")
 
@@ -65,12 +68,17 @@ class Station(staged.Station):
         self._where = (host, options.protocol, options.device_name)
         with changing_pins:
             self.engine: Engine | None = borrow_engine(*self._where)
-            self.engine.register(self.address, self.nbytes)
-            self.engine.register(self.words.ctypes.data, mmap.PAGESIZE)
+            try:
+                self.engine.register(self.address, self.nbytes)
+                self.engine.register(self.words.ctypes.data, mmap.PAGESIZE)
+            except TransportError:
+                self._give_up()  # an engine that is forgotten would be destroyed
+                raise
 
     @property
     def detached(self) -> bool:
-        return self.engine is None
+        """Registered memory of ours reaches nobody by itself: a read does, for as long as it is in flight."""
+        return self.flight is None
 
     def fly(self, peer: str, local: Addresses, remote: Addresses, sizes: Addresses, deadline: float, who: str) -> None:
         """Reads, and waits as ``end`` does."""
@@ -80,9 +88,13 @@ class Station(staged.Station):
         self.end(Flight(lambda: engine.read(peer, local.tolist(), remote.tolist(), sizes.tolist())), deadline, who)
 
     def _give_up(self) -> bool:
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            return_engine(engine, *self._where)
+        if self.engine is not None:
+            try:
+                return_engine(self.engine, *self._where)
+            except TransportError as error:
+                logger.warning("a buffer of Mooncake's cannot be given up yet: %s", error)
+                return False
+            self.engine = None
         return True
 
 

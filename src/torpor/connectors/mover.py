@@ -159,7 +159,8 @@ class Mover:
     def _keep(self, order: Save) -> None:
         try:
             self._settle()
-            self._store.save(order)
+            if not self._closed:  # else the store may be gone: whoever closed waited as long as it could
+                self._store.save(order)
         except Exception as error:
             _log(error, f"keeping the KV of request {order.request_id}")
             logger.warning("the KV of request %s is not kept: %s", order.request_id, error)

@@ -30,9 +30,9 @@ class Child:
 
 def children_of(config: ConnectorConfig) -> tuple[Child, ...]:
     """``extra["connectors"]`` is a list of names, or of objects with the keys that vLLM's MultiConnector has; or that list as
-    text, in JSON or as names with commas, since a command line has only text. Everything else is the parent's: role, host,
-    secret, times. Each has an engine id of its own, ``<parent's>.<label>``, and an equal share of ``withdraw_timeout_s``.
-    ConfigurationError names the entry."""
+    text, in JSON or as names with commas, since a command line has only text. Everything else is the parent's: role, host, port
+    (of two that listen, one needs its own), secret, times. Each has an engine id of its own, ``<parent's>.<label>``, and an equal
+    share of ``withdraw_timeout_s``. ConfigurationError names the entry."""
     from torpor.connectors.registry import get_connector
 
     unknown = sorted(set(config.extra) - {SETTING})
@@ -101,7 +101,8 @@ def _label(name: str, taken: list[str]) -> str:
 
 def _config(parent: ConnectorConfig, index: int, fields: Mapping[str, Any], name: str, label: str, count: int) -> ConnectorConfig:
     role = ROLES.get(fields.get("kv_role", parent.role))
-    extra, host, port = fields.get("kv_connector_extra_config", {}), fields.get("kv_ip", parent.host), fields.get("kv_port", 0)
+    extra = fields.get("kv_connector_extra_config", {})
+    host, port = fields.get("kv_ip", parent.host), fields.get("kv_port", parent.port)
     if role is None:
         raise _wrong(f"kv_role of entry {index} is none of {', '.join(ROLES)}", fields.get("kv_role"))
     if not isinstance(extra, dict) or not isinstance(host, str) or type(port) is not int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,6 +41,10 @@ class MultiWorker(KVConnectorWorker):
             except BaseException:
                 self.shutdown()
                 raise
+
+    def tell_when_finished(self, tell: Callable[[], None]) -> None:
+        for child in self._children:
+            child.tell_when_finished(tell)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         if not isinstance(metadata, MultiMetadata):
@@ -149,6 +153,8 @@ class MultiWorker(KVConnectorWorker):
             loads_failed=sum(part.loads_failed for part in parts),
             bytes_received=sum(part.bytes_received for part in parts),
             peers=tuple(peer for part in parts for peer in part.peers),
+            release_s=sum(part.release_s for part in parts),
+            restore_s=sum(part.restore_s for part in parts),
             children=tuple(parts),
         )
 

@@ -107,6 +107,7 @@ class DiskShelf:
     def _write(self, name: bytes, content: memoryview) -> bool:
         part = self._part(name)
         try:
+            self._present.mkdir(mode=0o700, exist_ok=True)  # somebody made room by hand, or it was away during an update
             _write_new(part, (_header(name, content), content))
             os.rename(part, self._path(name))
         except OSError as error:

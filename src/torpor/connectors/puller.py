@@ -66,6 +66,7 @@ class Puller:
         self._link: Link | None = None
         self._undropped: list[Link] = []  # closed, but their import could not be dropped
         self._admits = True  # false while our own KV cache is released: no link may come up
+        self._stops = 0  # a link that was asked for before the last one is of no use: it was examined for weights of then
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"torpor-kv-pull {target.engine_id}", daemon=True)
         self._thread.start()
@@ -118,6 +119,7 @@ class Puller:
         """Ends all loads: nothing writes for them any more. No link comes up until ``admit``."""
         with self._lock:
             self._admits = False
+            self._stops += 1
             link = self._link
         if link is not None:
             link.stop()
@@ -252,19 +254,20 @@ class Puller:
         return link
 
     def _new_link(self) -> Link:
+        asked = self._stops
         try:
             link = self._connect(self.target)
         except TorporError as error:
-            # Whoever waits behind would only wait for the same answer.
-            self._fail_queued(f"{type(error).__name__}: {error}")
+            if asked == self._stops:  # whoever waits behind would only wait for the same answer
+                self._fail_queued(f"{type(error).__name__}: {error}")
             raise
         with self._lock:
-            if self._admits and not self._closed:
+            if asked == self._stops and self._admits and not self._closed:
                 self._link = link
                 return link
             self._undropped.append(link)
         self._drop_link()
-        raise PeerError("this engine releases its KV cache", peer=self.target.engine_id)
+        raise PeerError("this engine has released its KV cache meanwhile", peer=self.target.engine_id)
 
     def _fail_queued(self, reason: str) -> None:
         with self._lock:

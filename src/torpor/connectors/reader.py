@@ -15,7 +15,7 @@ from torpor.connectors.loads import Load, LoadState
 from torpor.connectors.options import Options
 from torpor.connectors.puller import Puller
 from torpor.connectors.transport import Target, Transport
-from torpor.errors import RequestError, TransportError
+from torpor.errors import PeerError, RequestError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,9 @@ class Reader:
                 self._in_flight.add(request.request_id)
         try:
             load = Load(request)
-        except RequestError as error:
+            puller = self._puller_for(load.params.target)
+        except (RequestError, PeerError) as error:
             self._fail(request, str(error))
-            return
-        puller = None if self._released else self._puller_for(load.params.target)
-        if puller is None:
-            self._fail(
-                request, "this engine's KV cache is released" if self._released else "it reads from too many peers (max_peers)"
-            )
         else:
             puller.submit(load)
 
@@ -137,13 +132,19 @@ class Reader:
             if link is not None
         ]
 
-    def _puller_for(self, target: Target) -> Puller | None:
+    def _puller_for(self, target: Target) -> Puller:
+        """PeerError says why nothing can be read from it now."""
+        if self._released:
+            raise PeerError("this engine's KV cache is released", peer=target.engine_id)
         puller = self._pullers.get(target)
         if puller is not None:
             return puller
         if len(self._pullers) >= self._options.max_peers and not self._evict_one():
-            return None
-        puller = Puller(target, self._connect, self._read, self._ended, self._begin)
+            raise PeerError("it reads from too many peers (max_peers)", peer=target.engine_id)
+        try:
+            puller = Puller(target, self._connect, self._read, self._ended, self._begin)
+        except RuntimeError as error:  # the system has no thread left
+            raise PeerError(f"nobody can read from it: {error}", peer=target.engine_id) from error
         self._pullers[target] = puller
         return puller
 

@@ -47,6 +47,7 @@ class Fetch:
     first_block: int
     block_ids: list[BlockId]
     version: str
+    asked: float  # time.monotonic(), before it waited for its turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

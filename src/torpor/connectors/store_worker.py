@@ -31,6 +31,7 @@ class StoreWorker(KVConnectorWorker):
         self._epoch: Epoch | None = None  # of the last registration
         self._registered = False
         self._claimed = False
+        self._release_s = 0.0  # what the last one took; a restore does nothing
         self._tell: Callable[[], None] = _nothing
         self._mover: Mover | None = None
 
@@ -82,8 +83,14 @@ class StoreWorker(KVConnectorWorker):
     # ---- sleep and wake ---------------------------------------------------------------------------------------------
 
     def release_kv_caches(self) -> None:
-        if not self._registered:
-            return
+        if self._registered:
+            begun = time.monotonic()
+            try:
+                self._release()
+            finally:
+                self._release_s = time.monotonic() - begun
+
+    def _release(self) -> None:
         mover = self._live_mover
         mover.cancel_loads()
         self._keep(self._store.take_orders())
@@ -141,6 +148,7 @@ class StoreWorker(KVConnectorWorker):
             loads_failed=mover.loads_failed if mover is not None else 0,
             bytes_received=mover.bytes_loaded if mover is not None else 0,
             store=self._store.stats(),
+            release_s=self._release_s,
         )
 
     @property
@@ -161,4 +169,5 @@ def _fetch(load: LoadRequest) -> Fetch:
         first_block=load.first_block,
         block_ids=list(load.local_block_ids),
         version=load.params["version"],
+        asked=time.monotonic(),
     )

@@ -249,9 +249,12 @@ class PullWorker(KVConnectorWorker):
         self._registered = self._may_be_held = True
 
     def _serve_again(self) -> tuple[str, ...]:
-        """After a release that failed: nothing was unmapped, so peers may come back, under a new epoch. What kept that from
-        working, if anything did."""
+        """After a release that failed: nothing was unmapped, so peers that were sent away may come back, under a new epoch. What
+        kept that from working, if anything did."""
         assert self._epoch is not None
+        if self._owner is not None and self._owner.state is OwnerState.SERVING:  # it was the reader's end that failed
+            self._live_reader.admit()
+            return ()
         try:
             self._publish(self._epoch.next())
         except TorporError as error:

@@ -12,7 +12,7 @@ from torpor.testing.connectors.stage import Engine, Params, Stage
 
 LAYOUTS = 5
 CYCLES = 2
-IN_FLIGHT_TRIES = 6
+IN_FLIGHT_TRIES = 9
 FOUND_S = 10.0
 LEASE_S, ENDS_S, QUIET_S = 0.2, 10.0, 0.3
 BIG = KVCacheSpec(
@@ -93,20 +93,20 @@ def _holds_nothing(engine: Engine) -> None:
 
 
 def in_flight(stage: Stage) -> str:
-    """A sleep of either end while a read is under way: the read ends, right or failed, nothing writes to its blocks after that,
-    and the memory comes back."""
+    """A sleep of either end while a read is under way, or a cancel: the read ends, right or failed, nothing writes to its blocks
+    after that, and the memory comes back."""
     caught = 0
     for index in range(IN_FLIGHT_TRIES):
         p, d = stage.pair(spec=BIG)
-        sleeper = d if index % 2 else p
-        caught += _sleep_during_read(stage, p, d, sleeper, delay_s=0.001 * (index // 2))
+        caught += _stop_during_read(stage, p, d, (p, d, None)[index % 3], delay_s=0.001 * (index // 3))
         stage.close()
     if not caught:
         raise NotApplicable("every read had ended before the sleep began")
     return f"{caught} of {IN_FLIGHT_TRIES} reads caught in flight"
 
 
-def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, delay_s: float) -> bool:
+def _stop_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine | None, delay_s: float) -> bool:
+    """By a sleep, or by a cancel where nobody sleeps."""
     there, here = list(range(64)), list(range(64, 128))
     prompt, name = stage.prompt(64, BIG), stage.request()
     params = p.prefill(stage.request(), prompt, there)
@@ -115,7 +115,10 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
     tokens = d.call("ask", name, prompt, params, here)
     time.sleep(delay_s)
     flying = bool(d.call("stats_text")["in flight"] > 0)
-    sleeper.sleep()
+    if sleeper is None:
+        d.call("cancel", name)
+    else:
+        sleeper.sleep()
     outcome = d.call("wait", name, stage.patient(FOUND_S)) if tokens > 0 else "failed"
     if sleeper is d:
         if outcome == "recving" and flying:
@@ -124,33 +127,44 @@ def _sleep_during_read(stage: Stage, p: Engine, d: Engine, sleeper: Engine, dela
         return flying
     before = d.call("sums")
     if outcome == "recving" and not d.has(prompt, here):
-        raise Failure("a load that was under way when its owner slept was reported as complete with wrong bytes")
+        raise Failure("a load that was under way when it was stopped was reported as complete with wrong bytes")
     time.sleep(stage.patient(0.05))
     if d.call("sums") != before:
         raise Failure(f"blocks of a load that was reported as {outcome!r} were written afterwards")
-    p.wake()
+    if sleeper is p:
+        p.wake()
     return flying
 
 
 def blocks_end(stage: Stage) -> str:
     """The owner's blocks are free again when somebody has read them, when a peer says that it needs none of them, and when the
-    lease has passed with nobody asking; each is reported once, and of a request that only tells nothing is."""
+    lease has passed with nobody asking; each is reported once, and of a request that only tells nothing is. Whoever reads after
+    that does not get what is in the blocks then."""
     p, d = stage.pair(here=True)  # within every child's reach, of a connector that is several
     _ends(stage, p, d, "a read", lambda prompt, params: stage.must_arrive(d, prompt, params, [4, 5, 6]))
     _ends(stage, p, d, "a peer that needs nothing", lambda prompt, params: _tell(stage, d, prompt, params))
     stage.close()
     p, d = stage.pair(here=True, handoff_lease_s=LEASE_S)
-    _ends(stage, p, d, "a lease that passed", lambda prompt, params: None)
+    late = _ends(stage, p, d, "a lease that passed", lambda prompt, params: None)
+    _read_too_late(stage, p, d, *late)
     return "read, told, expired"
 
 
-def _ends(stage: Stage, p: Engine, d: Engine, what: str, after: Callable[[list[int], Params], None]) -> None:
+def _read_too_late(stage: Stage, p: Engine, d: Engine, prompt: list[int], params: Params) -> None:
+    p.prefill(stage.request(), stage.prompt(), [1, 2, 3])  # its blocks were free
+    outcome = d.read(stage.request(), prompt, params, [4, 5, 6])
+    if outcome == "recving" and not d.has(prompt, [4, 5, 6][: d.call("blocks_asked")]):
+        raise Failure("a read after its lease had passed was reported as complete, with what others had put into the blocks")
+
+
+def _ends(stage: Stage, p: Engine, d: Engine, what: str, after: Callable[[list[int], Params], None]) -> tuple[list[int], Params]:
     prompt, name = stage.prompt(), stage.request()
     params = p.prefill(name, prompt, [1, 2, 3])
     kept = p.call("keeps")
     after(prompt, params)
     if kept and (found := p.call("reported", name, stage.patient(ENDS_S))) != "sending":
         raise Failure(f"after {what} the hand-off was reported as {found!r}: its blocks are never free again")
+    return prompt, params
 
 
 def _tell(stage: Stage, d: Engine, prompt: list[int], params: Params) -> None:

@@ -127,13 +127,14 @@ def new_weights(stage: Stage) -> str:
     stage.carry(p, d, say="after both engines had got new weights")
     if p is d:
         return "one engine"
-    _update(d, "stand-in@3")
-    prompt = stage.prompt()
-    params = p.prefill(stage.request(), prompt, [1, 2, 3])
-    _must_be_gone(stage, d, prompt, params, "KV of an engine with older weights")
-    _update(p, "stand-in@3")
-    stage.carry(p, d, say="after the second engine had got the same weights")
-    return "both, and one alone"
+    for version, first, second, theirs in (("stand-in@3", d, p, "older"), ("stand-in@4", p, d, "newer")):
+        _update(first, version)
+        prompt = stage.prompt()
+        params = p.prefill(stage.request(), prompt, [1, 2, 3])
+        _must_be_gone(stage, d, prompt, params, f"KV of an engine with {theirs} weights")
+        _update(second, version)
+        stage.carry(p, d, say="after the second engine had got the same weights")
+    return "both, and either alone"
 
 
 def _update(engine: Engine, version: str) -> None:
