@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_ready_waits_for_all_of_a_tensors_memory(memory: Memory, monkeypatch: py
         staging.tensors[0].copy_(expected(0, CHUNK))
         assert begun.wait(10)
         waiting = other.submit(staging.ready, 1)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(futures.TimeoutError):  # before Python 3.11 not the builtin one
             waiting.result(0.3)
         gate.set()
         waiting.result(10)
