@@ -48,6 +48,12 @@ def test_a_memory_says_which_driver_it_took(monkeypatch: pytest.MonkeyPatch) -> 
         assert memory.config.driver == memory.device.driver == "host"
 
 
+def test_a_driver_that_is_not_there_names_the_setting_that_asked_for_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"'cuda', device 4711: ") as caught:
+        Memory(MemoryConfig(driver="cuda", device=4711))
+    assert (caught.value.fields["setting"], caught.value.fields["value"]) == ("driver", "cuda")
+
+
 def config(**scheduler: int) -> EngineConfig:
     return EngineConfig(model=ModelConfig(source="x"), scheduler=SchedulerConfig(**scheduler))
 

@@ -16,3 +16,13 @@ def choose_driver(name: str, ordinal: int = 0) -> str:
     except (ConfigurationError, DeviceError):
         return "host"
     return "cuda" if torch_sees_gpus() else "host"
+
+
+def open_device(driver: str, ordinal: int) -> Device:
+    """ConfigurationError when there is no such device here, with the settings that asked for it."""
+    try:
+        return Device.open(driver, ordinal)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"driver {driver!r}, device {ordinal}: {error.message}", **{"setting": "driver", "value": driver, **error.fields}
+        ) from error

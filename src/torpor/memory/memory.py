@@ -13,7 +13,7 @@ from torpor._native import Device
 from torpor.errors import ConfigurationError, StateError, UnknownTagError
 from torpor.memory.clock import Phases
 from torpor.memory.config import MemoryConfig
-from torpor.memory.drivers import choose_driver
+from torpor.memory.drivers import choose_driver, open_device
 from torpor.memory.exports import export_pool
 from torpor.memory.hooks import HookFunction
 from torpor.memory.image_files import why_impossible
@@ -60,7 +60,7 @@ class Memory:
         if asked.share_images and (reason := why_impossible()):
             raise ConfigurationError(f"images cannot be shared here: {reason}", setting="share_images", value=True)
         self._owns_device = device is None
-        self._shared = Shared(self.config, device or Device.open(self.config.driver, self.config.device))
+        self._shared = Shared(self.config, device or open_device(driver, self.config.device))
         self._pools: dict[str, Pool] = {}
         self._sleeps = self._wakes = 0
         self.export_ledger = ExportLedger(lambda tag: self._pool_named(tag).mapping)
