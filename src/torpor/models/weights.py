@@ -59,6 +59,20 @@ def missing_tensors(present: Checkpoint, other: Checkpoint, state: Mapping[str, 
     )
 
 
+def check_tied(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], folder: str) -> None:
+    """ModelError when the files hold two different tensors where the model (``state``: its state dict) has one: whichever was
+    taken, the answers would be another model's. Reads what is stored twice."""
+    first: dict[int, str] = {}
+    for name in (name for name, tensor in state.items() if name in checkpoint.entries and tensor.numel()):
+        other = first.setdefault(state[name].data_ptr(), name)
+        if other != name and not checkpoint.same_values(other, name, state[name].dtype):
+            raise ModelError(
+                f"{folder}: by its configuration {name} is {other}, but the weights hold two that differ: "
+                "config.json is to say tie_word_embeddings: false",
+                path=folder,
+            )
+
+
 class CheckpointWeights:
     """Safetensors whose tensors are the model's own: read straight into place."""
 
