@@ -70,6 +70,22 @@ def test_the_space_before_the_first_word_of_an_answer_stays() -> None:
     assert run(IncrementalDecoder(decode), [1, 2]) == ["world", "!", ""]
 
 
+@pytest.mark.parametrize("silent", [1, 2, 40])
+@pytest.mark.parametrize("before", range(15, 60))
+def test_the_space_behind_a_special_token_that_is_skipped_stays(before: int, silent: int) -> None:
+    """Wherever the window is cut; and a model that says nothing but special tokens does not make it grow."""
+    longest = [0]
+    table = pieces({0: " word", 1: "", 2: " next"})
+
+    def decode(ids: Sequence[int]) -> str:
+        longest[0] = max(longest[0], len(ids))
+        return table(ids)
+
+    parts = run(IncrementalDecoder(decode, [0]), [0] * before + [1] * silent + [2])
+    assert "".join(parts) == " word" * before + " next"
+    assert longest[0] < 40
+
+
 def test_a_long_text_is_decoded_in_a_short_window() -> None:
     longest = [0]
 

@@ -44,11 +44,21 @@ class IncrementalDecoder:
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         if len(self._window) > MAX_WINDOW and self._boundary < boundary:
-            self._window = self._window[self._boundary :]
-            boundary -= self._boundary
-            self._shown = len(self._decode(self._window[:boundary]))
+            boundary = self._cut(boundary)
         self._boundary = boundary
         return new
+
+    def _cut(self, boundary: int) -> int:
+        """Forget all but the newest text that is out, what is not out yet, and its boundary, which is returned anew."""
+        newest = self._window[self._boundary : boundary]
+        if text := self._decode(newest):
+            self._window = self._window[self._boundary :]
+        else:  # special tokens that are skipped: behind them alone, the next word would be the first of a text and lose its space
+            newest = self._window[: self._boundary]
+            self._window = newest + self._window[boundary:]
+            text = self._decode(newest)
+        self._shown = len(text)
+        return len(newest)
 
 
 class StopMatcher:
