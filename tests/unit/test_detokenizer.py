@@ -23,6 +23,14 @@ def pieces(table: dict[int, str]):  # type: ignore[no-untyped-def]
     return lambda ids: "".join(table[i] for i in ids).removeprefix(" ")
 
 
+def byte_fallback(ids: Sequence[int]) -> str:
+    """A token is a byte, as where sentencepiece falls back to bytes: one wrong byte spoils all those beside it."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(ids)
+
+
 def run(decoder: IncrementalDecoder, ids: Sequence[int]) -> list[str]:
     return [*(decoder.push(i) for i in ids), decoder.flush()]
 
@@ -62,6 +70,12 @@ def test_endless_nonsense_is_not_held_back_for_ever() -> None:
 def test_a_character_begun_by_the_prompt_is_finished_by_the_answer() -> None:
     prompt, rest = list("é".encode()[:1]), "é".encode()[1:]
     assert "".join(run(IncrementalDecoder(utf8, prompt), rest)) == "é"
+
+
+@given(st.text(alphabet="aé世🙂", max_size=8), st.text(alphabet="aé世🙂", max_size=8))
+def test_the_tail_of_a_prompt_begins_with_a_whole_character(prompt: str, text: str) -> None:
+    decoder = IncrementalDecoder(byte_fallback, list(prompt.encode()))
+    assert "".join(run(decoder, text.encode())) == text
 
 
 def test_the_space_before_the_first_word_of_an_answer_stays() -> None:

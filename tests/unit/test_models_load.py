@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_config
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     DeepseekV3Config,
     FalconConfig,
     Llama4TextConfig,
     LlamaForCausalLM,
     RobertaConfig,
+    StableLmConfig,
     T5Config,
 )
 
@@ -225,6 +227,10 @@ def test_max_model_len(tmp_path: Path) -> None:
             RobertaConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, is_decoder=True),
             "counts positions from its padding token",
         ),
+        (
+            StableLmConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1),
+            "not supported: StableLmAttention calls attention without",
+        ),
         (tiny_config("llama", quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -396,3 +402,16 @@ def test_a_tied_tensor_may_be_stored_twice(tmp_path: Path, memory: Memory, dtype
     save_file(state, file, metadata={"format": "pt"})
     found = state_of(load(tmp_path, memory))
     assert all(torch.equal(found[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_tied_tensors_that_differ_are_refused_under_names_that_transformers_changes(tmp_path: Path, memory: Memory) -> None:
+    """Older checkpoints leave the prefix out: "wte.weight"."""
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
+    assert torch.equal(state_of(load(tmp_path, memory))["lm_head.weight"], state["wte.weight"])
+    save_file(state | {"lm_head.weight": state["wte.weight"] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lm_head\.weight .* hold two that differ.* tie_word_embeddings: false"):
+        load(tmp_path, memory)
