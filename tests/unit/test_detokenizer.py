@@ -23,6 +23,14 @@ def pieces(table: dict[int, str]):  # type: ignore[no-untyped-def]
     return lambda ids: "".join(table[i] for i in ids).removeprefix(" ")
 
 
+def byte_fallback(ids: Sequence[int]) -> str:
+    """A token is a byte, as where sentencepiece falls back to bytes: one wrong byte spoils all those beside it."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(ids)
+
+
 def run(decoder: IncrementalDecoder, ids: Sequence[int]) -> list[str]:
     return [*(decoder.push(i) for i in ids), decoder.flush()]
 
@@ -64,10 +72,32 @@ def test_a_character_begun_by_the_prompt_is_finished_by_the_answer() -> None:
     assert "".join(run(IncrementalDecoder(utf8, prompt), rest)) == "é"
 
 
+@given(st.text(alphabet="aé世🙂", max_size=8), st.text(alphabet="aé世🙂", max_size=8))
+def test_the_tail_of_a_prompt_begins_with_a_whole_character(prompt: str, text: str) -> None:
+    decoder = IncrementalDecoder(byte_fallback, list(prompt.encode()))
+    assert "".join(run(decoder, text.encode())) == text
+
+
 def test_the_space_before_the_first_word_of_an_answer_stays() -> None:
     decode = pieces({0: " Hello", 1: " world", 2: "!"})
     assert run(IncrementalDecoder(decode, [0]), [1, 2]) == [" world", "!", ""]
     assert run(IncrementalDecoder(decode), [1, 2]) == ["world", "!", ""]
+
+
+@pytest.mark.parametrize("silent", [1, 2, 40])
+@pytest.mark.parametrize("before", range(15, 60))
+def test_the_space_behind_a_special_token_that_is_skipped_stays(before: int, silent: int) -> None:
+    """Wherever the window is cut; and a model that says nothing but special tokens does not make it grow."""
+    longest = [0]
+    table = pieces({0: " word", 1: "", 2: " next"})
+
+    def decode(ids: Sequence[int]) -> str:
+        longest[0] = max(longest[0], len(ids))
+        return table(ids)
+
+    parts = run(IncrementalDecoder(decode, [0]), [0] * before + [1] * silent + [2])
+    assert "".join(parts) == " word" * before + " next"
+    assert longest[0] < 40
 
 
 def test_a_long_text_is_decoded_in_a_short_window() -> None:

@@ -9,6 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from torpor.engine.base import EngineState, SleepRequest
 from torpor.engine.client import InprocEngineClient
@@ -342,6 +344,18 @@ def test_tokens_by_themselves(tokenizer: Tokenizer) -> None:
     assert (tokenizer.token_text(65), tokenizer.token_bytes(65)) == ("A", b"A")
     assert tokenizer.token_bytes(0xC3) == b"\xc3"
     assert tokenizer.token_bytes(0x20) == b" "
+
+
+def test_a_word_by_itself_keeps_the_space_that_a_sentencepiece_vocabulary_gives_it() -> None:
+    """Logprobs name tokens one by one; together they are the text."""
+    words = {"<unk>": 0, "\u2581the": 1, "ing": 2, "\u2581": 3, "<0x41>": 4, "<0xC3>": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>", byte_fallback=True))
+    decoders = tokenizers.decoders
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(spaces)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    assert [tokenizer.token_text(i) for i in range(1, 6)] == [" the", "ing", " ", "A", "\ufffd"]
+    assert [tokenizer.token_bytes(i) for i in range(1, 6)] == [b" the", b"ing", b" ", b"A", b"\xc3"]
 
 
 def test_the_token_that_ended_a_text_is_counted_but_not_shown(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -36,8 +37,14 @@ NAMES = {
 }
 
 
-def write_gguf(path: Path, model: torch.nn.Module) -> None:
-    """A Qwen2-like model (no permuted heads) in float32, with a byte-level tokenizer."""
+def write_gguf(
+    path: Path,
+    model: torch.nn.Module,
+    say: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    *,
+    without: str | None = None,
+) -> None:
+    """A Qwen2-like model (no permuted heads) in float32, with a byte-level tokenizer. ``say`` adds to it."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), "qwen2")
     writer.add_name("tiny")
@@ -60,7 +67,9 @@ def write_gguf(path: Path, model: torch.nn.Module) -> None:
             name = "output.weight"
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.numpy().astype(np.float32))
+        if name != without:
+            writer.add_tensor(name, tensor.numpy().astype(np.float32))
+    say(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -231,3 +240,54 @@ def test_an_architecture_that_cannot_be_converted_is_named(file: Path) -> None:
     with pytest.raises(ModelError, match="'qxen9'"):
         resolve(file)
     assert leftovers(file) == []
+
+
+def scaled(kind: gguf.RopeScalingType, factor: float) -> Callable[[gguf.GGUFWriter], object]:
+    return lambda writer: (writer.add_rope_scaling_type(kind), writer.add_rope_scaling_factor(factor))
+
+
+def extra(name: str) -> Callable[[gguf.GGUFWriter], object]:
+    return lambda writer: writer.add_tensor(name, np.full(2, 8.0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("say", "reason"),
+    [
+        (extra("rope_freqs.weight"), "rope_freqs"),  # Llama 3.1 and later
+        (extra("rope_factors_long.weight"), "rope_factors_long"),  # Phi 3
+        (scaled(gguf.RopeScalingType.LINEAR, 8.0), "linear with the factor 8"),  # Gemma 3
+        (scaled(gguf.RopeScalingType.YARN, 4.0), "yarn with the factor 4"),
+        (lambda writer: writer.add_sliding_window(8), "sliding window of 8"),
+        (extra("blk.0.attn_output.bias"), "they hold 6482 values, the model 6480"),  # of an architecture that has none
+    ],
+)
+def test_what_a_conversion_would_leave_out_is_refused(
+    tmp_path: Path, reference: torch.nn.Module, say: Callable[[gguf.GGUFWriter], object], reason: str
+) -> None:
+    """transformers passes over what it does not know, and the model that it makes speaks all the same, only worse."""
+    write_gguf(tmp_path / "m.gguf", reference, say)
+    with pytest.raises(ModelError, match=f"leaves out .*{reason}.*Use the model's safetensors"):
+        resolve(tmp_path / "m.gguf")
+    assert leftovers(tmp_path / "m.gguf") == []
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path, reference: torch.nn.Module) -> None:
+    """transformers would make one up."""
+    write_gguf(tmp_path / "m.gguf", reference, without="blk.0.ffn_down.weight")
+    with pytest.raises(ModelError, match=r"lacks tensors of the model: model\.layers\.0\.mlp\.down_proj\.weight"):
+        resolve(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        scaled(gguf.RopeScalingType.NONE, 4.0),
+        scaled(gguf.RopeScalingType.LINEAR, 1.0),
+        lambda writer: writer.add_sliding_window(256),
+    ],
+)
+def test_what_changes_nothing_is_no_reason_to_refuse(
+    tmp_path: Path, reference: torch.nn.Module, say: Callable[[gguf.GGUFWriter], object]
+) -> None:
+    write_gguf(tmp_path / "m.gguf", reference, say)
+    assert resolve(tmp_path / "m.gguf").path.is_dir()

@@ -12,11 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_config
-from transformers import AutoConfig, BertConfig, DeepseekV3Config, FalconConfig, Llama4TextConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Llama4TextConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    StableLmConfig,
+    T5Config,
+)
 
 from torpor.errors import ConfigurationError, ModelError
 from torpor.memory import Content, Memory, MemoryConfig
-from torpor.models import LoadedModel, ModelConfig, load_model, resolve_model
+from torpor.models import LoadedModel, ModelConfig, load_model, resolve_model, resolve_update
 
 
 @pytest.fixture
@@ -186,6 +197,14 @@ def test_eos_token_ids_come_from_the_generation_config_first(tmp_path: Path) -> 
     assert resolve_model(ModelConfig(source=str(tmp_path))).eos_token_ids == (3, 9)
 
 
+@pytest.mark.parametrize(("eos", "kept"), [(-1, ()), (128, ()), ([-1, 5, 128], (5,))])
+def test_an_end_that_is_no_token_ends_nothing(tmp_path: Path, eos: Any, kept: tuple[int, ...]) -> None:
+    """min_tokens forbids the ends: one beyond the logits would fail the whole step, -1 would forbid the last token."""
+    save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert resolve_model(ModelConfig(source=str(tmp_path))).eos_token_ids == kept
+
+
 def test_max_model_len(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     assert resolve_model(ModelConfig(source=str(tmp_path))).max_model_len == 256
@@ -204,6 +223,14 @@ def test_max_model_len(tmp_path: Path) -> None:
         (Llama4TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4), "chunked_attention"),
         (DeepseekV3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1), "not standard attention"),
         (FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1), "attention interface"),
+        (
+            RobertaConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, is_decoder=True),
+            "counts positions from its padding token",
+        ),
+        (
+            StableLmConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1),
+            "not supported: StableLmAttention calls attention without",
+        ),
         (tiny_config("llama", quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -345,3 +372,46 @@ def test_m7_weights_that_were_loaded_through_their_images_are_not_copied_by_the_
         state = model.state_dict()
         assert all(torch.equal(p, state[name]) for name, p in loaded.module.named_parameters())
         del loaded
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_tied_tensors_that_are_stored_twice_and_differ_are_refused(tmp_path: Path, memory: Memory, family: str) -> None:
+    """A head that was trained on its own beside a config.json that still says it is the embedding: transformers unties them."""
+    whole, apart = tmp_path / "whole", tmp_path / "apart"
+    save_tiny(whole, family, tie_word_embeddings=True)
+    save_tiny(apart, family, tie_word_embeddings=True)
+    state = load_file(apart / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][-1, -1] += 1
+    save_file(state, apart / "model.safetensors", metadata={"format": "pt"})
+    reason = r"lm_head\.weight is model\.embed_tokens\.weight.* tie_word_embeddings: false"
+    with pytest.raises(ModelError, match=reason):
+        load(apart, memory)
+    model = load(whole, memory)
+    update = resolve_update(model.resolved, ModelConfig(source=str(whole)), str(apart))
+    with pytest.raises(ModelError, match=reason):
+        model.check_weights(update)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tied_tensor_may_be_stored_twice(tmp_path: Path, memory: Memory, dtype: torch.dtype) -> None:
+    reference = save_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].to(dtype, copy=True)
+    save_file(state, file, metadata={"format": "pt"})
+    found = state_of(load(tmp_path, memory))
+    assert all(torch.equal(found[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_tied_tensors_that_differ_are_refused_under_names_that_transformers_changes(tmp_path: Path, memory: Memory) -> None:
+    """Older checkpoints leave the prefix out: "wte.weight"."""
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
+    assert torch.equal(state_of(load(tmp_path, memory))["lm_head.weight"], state["wte.weight"])
+    save_file(state | {"lm_head.weight": state["wte.weight"] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lm_head\.weight .* hold two that differ.* tie_word_embeddings: false"):
+        load(tmp_path, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import Driven, drive, make_worker, prompts, reference_greedy, save_tiny
@@ -21,6 +22,30 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> None:
     expected = [reference_greedy(model, s.prompt, 16) for s in sequences]
     assert [s.output for s in sequences] == expected
     assert len({token for output in expected for token in output}) > 4, "a model that repeats one token proves nothing"
+
+
+_LONG = {"original_max_position_embeddings": 64}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, **_LONG},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_LONG},
+    "longrope": {"factor": 4.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8, **_LONG},
+}
+
+
+@pytest.mark.parametrize("fused", ["on", "off"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_embeddings_of_every_type(tmp_path: Path, rope: str, fused: str) -> None:
+    """longrope keeps a tensor beside its buffers, which the probe on the meta device once left there without content."""
+    model = save_tiny(tmp_path, "llama", rope_parameters={"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]})
+    sequences = [Driven(str(i), prompt) for i, prompt in enumerate(prompts(3, 21, 40))]
+    worker = make_worker(tmp_path, fused_layers=fused)
+    try:
+        drive(worker, sequences, 8)
+    finally:
+        worker.shutdown()
+    assert [s.output for s in sequences] == [reference_greedy(model, s.prompt, 8) for s in sequences]
 
 
 @pytest.mark.parametrize(("chunk", "budget"), [(1, 8), (4, 8), (32, 32)])

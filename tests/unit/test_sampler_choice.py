@@ -219,3 +219,16 @@ def test_nothing_allowed_fails_the_sequence() -> None:
 def test_half_precision_logits() -> None:
     rows = logits(rows=2).bfloat16()
     assert sample(rows.clone(), [sequence(temperature=0), sequence("b", top_p=0.9)]).tokens["a"] == int(rows[0].argmax())
+
+
+def test_what_top_p_leaves_in_does_not_depend_on_the_company() -> None:
+    """torch adds up one long row with several threads, many rows with one each: in float32 the edge of top_p moved by a token."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        probs = torch.softmax(logits(seed=1, rows=16, vocab=1 << 16), dim=-1)
+        together = sampler._floor([(0, 0.95)] * 16, probs)
+        alone = [sampler._floor([(0, 0.95)], row[None]) for row in probs]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together, torch.cat(alone))

@@ -18,7 +18,7 @@ class IncrementalDecoder:
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(prompt_token_ids[-PROMPT_TAIL:])
+        self._window = _tail(decode, prompt_token_ids)
         self._boundary = len(self._window)  # tokens of the window whose text is out
         # A prompt that ends inside a character: its first part shows as part of the answer, once it is whole.
         self._shown = len(self._text().rstrip(REPLACEMENT))
@@ -44,11 +44,31 @@ class IncrementalDecoder:
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         if len(self._window) > MAX_WINDOW and self._boundary < boundary:
-            self._window = self._window[self._boundary :]
-            boundary -= self._boundary
-            self._shown = len(self._decode(self._window[:boundary]))
+            boundary = self._cut(boundary)
         self._boundary = boundary
         return new
+
+    def _cut(self, boundary: int) -> int:
+        """Forget all but the newest text that is out, what is not out yet, and its boundary, which is returned anew."""
+        newest = self._window[self._boundary : boundary]
+        if text := self._decode(newest):
+            self._window = self._window[self._boundary :]
+        else:  # special tokens that are skipped: behind them alone, the next word would be the first of a text and lose its space
+            newest = self._window[: self._boundary]
+            self._window = newest + self._window[boundary:]
+            text = self._decode(newest)
+        self._shown = len(text)
+        return len(newest)
+
+
+def _tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
+    """The last PROMPT_TAIL tokens, or up to three more where those begin inside a character: one broken byte makes some decoders
+    break all bytes that follow it without another token between, those of the answer too."""
+    for count in range(PROMPT_TAIL, PROMPT_TAIL + 4):
+        tail = list(token_ids[-count:])
+        if not tail or not decode(tail).startswith(REPLACEMENT):
+            return tail
+    return list(token_ids[-PROMPT_TAIL:])
 
 
 class StopMatcher:

@@ -129,16 +129,19 @@ def _draw(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch
 
 def _floor(limits: Sequence[tuple[int, float]], probs: torch.Tensor, head: int = _HEAD) -> torch.Tensor:
     """The least probability [R, 1] that (top_k, top_p) leave in; tokens that tie with it stay in too. top_p is of what top_k
-    leaves."""
+    leaves.
+
+    Sums are float64: torch adds up one row in another order than many, and float32 would tell at the edge of top_p."""
     size = min(probs.shape[-1], max(head, *(k for k, _ in limits)))
     values = probs.topk(size, dim=-1).values
     ranks = torch.arange(size, device=probs.device)
     top_k = torch.tensor([k or probs.shape[-1] for k, _ in limits], device=probs.device)[:, None]
-    top_p = torch.tensor([p if p < 1 else 2.0 for _, p in limits], dtype=torch.float32, device=probs.device)[:, None]
+    top_p = torch.tensor([p if p < 1 else 2.0 for _, p in limits], dtype=torch.float64, device=probs.device)[:, None]
     values = values.masked_fill(ranks >= top_k, 0)
-    mass = torch.where(top_k <= size, values.sum(dim=-1, keepdim=True), probs.sum(dim=-1, keepdim=True))
-    before = values.cumsum(dim=-1) - values
-    values = values.masked_fill((before >= top_p * mass) & (ranks > 0), 0)  # a top_p of 1e-50 is 0 in float32
+    of_head, of_all = (v.sum(dim=-1, keepdim=True, dtype=torch.float64) for v in (values, probs))
+    mass = torch.where(top_k <= size, of_head, of_all)
+    before = values.cumsum(dim=-1, dtype=torch.float64).sub_(values)
+    values = values.masked_fill((before >= top_p * mass) & (ranks > 0), 0)  # the least top_p there is leaves the likeliest
     if size < probs.shape[-1] and bool((values[:, -1] > 0).any()):
         return _floor(limits, probs, probs.shape[-1])
     kept = (values > 0).sum(dim=-1, keepdim=True).clamp(min=1)

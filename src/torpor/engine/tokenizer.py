@@ -84,7 +84,9 @@ class Tokenizer:
         return str(text)
 
     def _token_text(self, token_id: int) -> str:
-        return self.decode([token_id])
+        """What the token adds to a text. Alone it is the beginning of one, where sentencepiece drops the space before a word."""
+        once, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(once) :] if twice.startswith(once) else once
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text, also where it is only a part of a character."""

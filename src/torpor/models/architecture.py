@@ -6,6 +6,7 @@ a model whose attention wants more than the backend gives is refused at load ins
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ def build_skeleton(resolved: ResolvedModel, dtype: torch.dtype, trust_remote_cod
         raise _refuse(resolved, "its attention does not go through transformers' attention interface") from error
     except Exception as error:  # transformers raises whatever building meets
         raise _refuse(resolved, f"transformers cannot build it as a decoder-only language model: {error}") from error
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise _refuse(resolved, "it counts positions from its padding token's id on, as RoBERTa does, and not from 0")
     return model.eval().requires_grad_(False)
 
 
@@ -83,7 +86,7 @@ def probe(model: Any, resolved: ResolvedModel) -> Geometry | None:
         "logits_to_keep": torch.tensor([_PROBE_TOKENS - 1], device=device),
     }
     try:
-        with torch.inference_mode():
+        with _attributes_kept(model), torch.inference_mode():
             model(
                 input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device),
                 position_ids=torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0),
@@ -96,6 +99,19 @@ def probe(model: Any, resolved: ResolvedModel) -> Geometry | None:
             return None
         raise _refuse(resolved, f"its forward pass does not fit: {type(error).__name__}: {error}") from error
     return _geometry(resolved, probe_.calls)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: Any) -> Iterator[None]:
+    """What a forward pass notes on its modules is forgotten: rotary embeddings of the type longrope keep a tensor there, and one
+    from the meta device has no content."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _geometry(resolved: ResolvedModel, calls: list[LayerCall]) -> Geometry:

@@ -6,6 +6,7 @@ ModelError that names it, never a fault on a mapped page.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -88,6 +89,25 @@ class Checkpoint:
     def digest(self) -> str:
         """Hash of every byte of every file: changes when any weight does. Reads all files, several chunks at a time."""
         return hash_files(self.files)
+
+    def same_values(self, first: str, second: str, dtype: torch.dtype) -> bool:
+        """Whether two tensors are equal once they are ``dtype``. Reads both, a piece at a time. ModelError for a failing disk."""
+        one, other = self.entries[first], self.entries[second]
+        if one.shape != other.shape:
+            return False
+        total = math.prod(one.shape)
+        step = _CHUNK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+        with contextlib.ExitStack() as stack:
+            files = []
+            for entry in (one, other):
+                files.append(_open(entry.file))
+                stack.callback(os.close, files[-1])
+            for at in range(0, total, step):
+                count = min(step, total - at)
+                values = [_read_values(fd, e, at, count).to(dtype) for fd, e in zip(files, (one, other), strict=True)]
+                if not torch.equal(*values):
+                    return False
+        return True
 
     def read_into(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
         """Fill ``targets`` (same shapes; dtypes are converted) from the entries of the same names, in the order of their
@@ -268,6 +288,13 @@ def _hash_chunk(descriptor: int, offset: int) -> bytes:
     return hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, offset)).digest()
 
 
+def _read_values(descriptor: int, entry: TensorEntry, start: int, count: int) -> torch.Tensor:
+    """``count`` elements from number ``start`` on."""
+    values = torch.empty(count, dtype=entry.dtype)
+    _read_whole(descriptor, entry, start * entry.dtype.itemsize, values)
+    return values
+
+
 def _check_shape(entry: TensorEntry, target: torch.Tensor) -> None:
     if tuple(target.shape) != entry.shape:
         raise ModelError(f"{entry.file}: shape {list(entry.shape)} where {list(target.shape)} is needed", path=str(entry.file))
@@ -318,16 +345,20 @@ def _read_part(descriptor: int, entry: TensorEntry, part: _Part, progress: _Prog
     progress.begin()
     direct = part.target.device.type == "cpu" and part.target.dtype == entry.dtype and part.target.is_contiguous()
     landing = part.target if direct else torch.empty(entry.shape, dtype=entry.dtype)
-    buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data
-    done = 0
-    while done < len(buffer):
-        with naming(entry.file):
-            count = os.preadv(descriptor, [buffer[done:]], entry.offset + part.start + done)
-        if count == 0:
-            raise ModelError(
-                f"{entry.file}: ends at byte {entry.offset + part.start + done}, within a tensor", path=str(entry.file)
-            )
-        done += count
+    _read_whole(descriptor, entry, part.start, landing)
     if not direct:
         part.target.copy_(landing)
     progress.end()
+
+
+def _read_whole(descriptor: int, entry: TensorEntry, start: int, landing: torch.Tensor) -> None:
+    """Fill ``landing``, contiguous and on the host, with the entry's bytes from ``start`` on."""
+    buffer = landing.detach().reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(buffer):
+        at = entry.offset + start + done
+        with naming(entry.file):
+            count = os.preadv(descriptor, [buffer[done:]], at)
+        if count == 0:
+            raise ModelError(f"{entry.file}: ends at byte {at}, within a tensor", path=str(entry.file))
+        done += count

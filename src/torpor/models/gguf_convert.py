@@ -33,7 +33,7 @@ from torpor.models.quiet import quiet_transformers
 
 Progress = Callable[[str, float], None]  # what is being done, and how much of it is done (0 to 1)
 
-_FORMAT = 1  # of the cache entry: a new number converts anew
+_FORMAT = 2  # of the cache entry: a new number converts anew
 _STAMP = "torpor.json"
 _FLOAT32_LIMIT_BYTES = 2 << 30
 _LOCK_TIMEOUT_S = 1800.0
@@ -129,7 +129,11 @@ def _read(path: Path, summary: GgufSummary, progress: Progress) -> tuple[Any, An
             config = AutoConfig.from_pretrained(parent, **where)
             with torch.device("meta"):
                 check_size(AutoModelForCausalLM.from_config(config), summary.num_parameters, path)
-            model = AutoModelForCausalLM.from_pretrained(parent, config=config, dtype=dtype, **_dequantize(), **where)
+            _check_features(config, summary, path)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                parent, config=config, dtype=dtype, output_loading_info=True, **_dequantize(), **where
+            )
+            _check_whole(model, info, summary, path)
             return model, AutoTokenizer.from_pretrained(parent, **where)
     except ModelError:
         raise
@@ -138,6 +142,36 @@ def _read(path: Path, summary: GgufSummary, progress: Progress) -> tuple[Any, An
             f"{path}: this GGUF file ({summary.architecture!r}) cannot be converted: {type(error).__name__}: {error}",
             path=str(path),
         ) from error
+
+
+def _check_features(config: Any, summary: GgufSummary, path: Path) -> None:
+    """ModelError for what the file says about attention and transformers did not read: it would compute another model."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if summary.rope_scaling is not None and rope.get("rope_type", "default") == "default":
+        raise _left_out(path, summary, f"the scaling of its rotary embeddings ({summary.rope_scaling})")
+    window, limit = summary.sliding_window, getattr(config, "max_position_embeddings", None)
+    if window and (limit is None or window < limit) and getattr(config, "sliding_window", None) != window:
+        raise _left_out(path, summary, f"its sliding window of {window} tokens")
+
+
+def _check_whole(model: Any, info: dict[str, Any], summary: GgufSummary, path: Path) -> None:
+    """ModelError unless every tensor of the model came from the file, and every one of the file has a place in the model:
+    transformers makes up the former and passes over the latter without an error."""
+    missing = sorted(map(str, info["missing_keys"]))
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ModelError(f"{path}: this GGUF file lacks tensors of the model: {', '.join(missing[:5])}{more}", path=str(path))
+    held = sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+    if held != summary.num_parameters:
+        raise _left_out(path, summary, f"some of its tensors: they hold {summary.num_parameters} values, the model {held}")
+
+
+def _left_out(path: Path, summary: GgufSummary, what: str) -> ModelError:
+    return ModelError(
+        f"{path}: transformers' conversion of this GGUF file ({summary.architecture!r}) leaves out {what}. "
+        "Use the model's safetensors",
+        path=str(path),
+    )
 
 
 def _dequantize() -> dict[str, Any]:

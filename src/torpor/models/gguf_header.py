@@ -31,6 +31,7 @@ _SCALARS = {
     12: "d",
 }  # value type -> struct format
 _INTEGERS = (0, 1, 2, 3, 4, 5, 10, 11)
+_FLOATS = (6, 12)
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 8
 
@@ -40,6 +41,8 @@ class GgufSummary:
     architecture: str
     num_tensors: int
     num_parameters: int
+    rope_scaling: str | None = None  # as the file names it; None: rotary frequencies are those of the base alone
+    sliding_window: int | None = None
 
 
 def check_gguf(path: Path) -> GgufSummary:
@@ -62,6 +65,8 @@ class _Walker:
         self._alignment = 32
         self._architecture = ""
         self._layers = 0
+        self._scaling_type, self._scaling_factor = "none", 0.0
+        self._sliding_window: int | None = None
 
     def walk(self) -> GgufSummary:
         version = self._scalar("I")
@@ -81,7 +86,20 @@ class _Walker:
             end = offset + nbytes
             if base + end > len(self._data):
                 self._fail(f"tensor {name!r} ends at byte {base + end}, the file at {len(self._data)}: truncated")
-        return GgufSummary(self._architecture, num_tensors, sum(info[3] for info in infos))
+        return GgufSummary(
+            self._architecture,
+            num_tensors,
+            sum(info[3] for info in infos),
+            rope_scaling=self._rope_scaling([info[0] for info in infos]),
+            sliding_window=self._sliding_window,
+        )
+
+    def _rope_scaling(self, names: list[str]) -> str | None:
+        factors = next((name for name in names if name.startswith("rope_f")), None)  # rope_freqs, rope_factors_long, ..._short
+        if factors is not None:
+            return factors
+        scaled = self._scaling_type != "none" and self._scaling_factor != 1.0
+        return f"{self._scaling_type} with the factor {self._scaling_factor:g}" if scaled else None
 
     def _fail(self, reason: str) -> None:
         raise ModelError(f"{self._path}: damaged GGUF: {reason}", path=str(self._path))
@@ -115,6 +133,12 @@ class _Walker:
             self._architecture = self._string()
         elif key.endswith(".block_count") and kind in _INTEGERS:
             self._layers = max(self._layers, self._scalar(_SCALARS[kind]))
+        elif key.endswith(".rope.scaling.type") and kind == _STRING:
+            self._scaling_type = self._string()
+        elif key.endswith(".rope.scaling.factor") and kind in _FLOATS:
+            self._scaling_factor = self._scalar(_SCALARS[kind])
+        elif key.endswith(".attention.sliding_window") and kind in _INTEGERS:
+            self._sliding_window = self._scalar(_SCALARS[kind])
         else:
             self._value(key, kind)
 

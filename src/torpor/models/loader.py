@@ -22,7 +22,7 @@ from torpor.models.hardware import is_amd
 from torpor.models.linear import use_few_tokens_linear
 from torpor.models.placement import compute_buffers, place_tensors, weight_bytes
 from torpor.models.source import ResolvedModel
-from torpor.models.weights import WeightSource, choose_source, missing_tensors
+from torpor.models.weights import WeightSource, check_tied, choose_source, missing_tensors
 
 if TYPE_CHECKING:
     from torpor.memory import Memory, Staging
@@ -78,15 +78,17 @@ class LoadedModel:
             self._source.fill(self._weights)
 
     def check_weights(self, resolved: ResolvedModel) -> None:
-        """ModelError for a checkpoint from ``resolve_update`` that lacks tensors of the present one. Reads no file."""
+        """ModelError for a checkpoint from ``resolve_update`` that lacks tensors of the present one, or unties tied ones."""
         present, other = self.resolved.checkpoint, resolved.checkpoint
         if present is None or other is None:
             return
-        missing = missing_tensors(present, other, self.module.state_dict())
+        state = self.module.state_dict()
+        missing = missing_tensors(present, other, state)
         if missing:
             path = str(resolved.path)
             text = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise ModelError(f"{path}: the weights do not fit the model: missing, or of another shape: {text}", path=path)
+        check_tied(other, state, str(resolved.path))
 
     def use_weights(self, resolved: ResolvedModel) -> None:
         """The next ``reload_weights`` reads this checkpoint, which ``resolve_update`` found fit."""
@@ -160,6 +162,8 @@ def load_model(resolved: ResolvedModel, config: ModelConfig, memory: Memory, *, 
         if through_images:
             memory.take_ahead(weight_bytes(module))
         weights = place_tensors(module, dtype, weights_pool, runtime_pool, merged_names(module) if fused else ())
+        if resolved.checkpoint is not None:
+            check_tied(resolved.checkpoint, module.state_dict(), str(resolved.path))
         source = choose_source(resolved, module, weights)
         compute_buffers(module)
         _fill(source, weights, memory if through_images and source.from_files else None)

@@ -176,7 +176,10 @@ def _eos_token_ids(folder: Path, hf_config: Any) -> tuple[int, ...]:
         raise ModelError(
             f"{path}: eos_token_id is {reprlib.repr(found)}, which is no token id and no list of them", path=str(path)
         )
-    return ids
+    # Some configurations name an end that is none (-1, or one beyond the vocabulary). No text ends with it, and min_tokens could
+    # not forbid it: there is no such column in the logits, or it is another token's.
+    vocab_size = getattr(hf_config.get_text_config(), "vocab_size", None)
+    return tuple(token for token in ids if token >= 0 and (vocab_size is None or token < vocab_size))
 
 
 def _max_model_len(hf_config: Any, setting: int | None) -> int:

@@ -59,6 +59,24 @@ def missing_tensors(present: Checkpoint, other: Checkpoint, state: Mapping[str, 
     )
 
 
+def check_tied(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], folder: str) -> None:
+    """ModelError when the files hold two different tensors where the model (``state``: its state dict) has one: whichever was
+    taken, the answers would be another model's. Reads what is stored twice."""
+    first: dict[int, str] = {}
+    for name in (name for name, tensor in state.items() if name in checkpoint.entries and tensor.numel()):
+        other = first.setdefault(state[name].data_ptr(), name)
+        if other != name and not checkpoint.same_values(other, name, state[name].dtype):
+            raise _untied(folder, name, other)
+
+
+def _untied(folder: str, name: str, other: str) -> ModelError:
+    return ModelError(
+        f"{folder}: by its configuration {name} is {other}, but the weights hold two that differ: "
+        "config.json is to say tie_word_embeddings: false",
+        path=folder,
+    )
+
+
 class CheckpointWeights:
     """Safetensors whose tensors are the model's own: read straight into place."""
 
@@ -87,6 +105,10 @@ class ConvertedWeights:
     def fill(self, targets: Mapping[str, torch.Tensor], steps: FillSteps = NO_STEPS) -> None:
         self._unchanged.check()
         state = self._load()
+        ties = {state[name].data_ptr(): name for name in targets}
+        untied = next((name for name in state.keys() - targets.keys() if state[name].data_ptr() not in ties), None)
+        if untied is not None:
+            raise _untied(str(self._resolved.path), untied, "tied to another tensor")
         for name, target in targets.items():
             steps.before(name)
             target.copy_(state.pop(name))

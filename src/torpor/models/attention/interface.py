@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from torpor.errors import BugError, ModelError
+from torpor.errors import ModelError
 from torpor.models.attention.base import AttentionLayer, StepContext
 
 NAME = "torpor"
@@ -82,9 +82,7 @@ def attention_forward(
     """-> ([1, T, heads, head_dim], None), as transformers' own attention functions."""
     index = getattr(module, "layer_idx", None)
     if torpor_step is None or index is None:
-        raise BugError(
-            f"{type(module).__name__} called attention without its step: the probe at load time should have refused it"
-        )
+        raise ModelError(f"{type(module).__name__} calls attention without its layer's number and what it was given to pass on")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = AttentionLayer(scaling=scale, sliding_window=sliding_window, softcap=softcap)
     if isinstance(torpor_step, Probe):
