@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from torpor.demo.pair import served_name
+from torpor.demo.questions import QUESTIONS
 from torpor.demo.random_model import save_random_8b, save_random_model
-from torpor.demo.run import DemoConfig
+from torpor.demo.run import DemoConfig, Outcome, Row, sleep_once
 from torpor.models import ModelConfig, resolve_model
 
 
@@ -52,3 +56,46 @@ def test_the_large_model_runs_in_bf16_with_answers_that_do_not_depend_on_the_bat
     pair = DemoConfig(model="random:qwen3-8b", large=True).pair("ipc")
     assert pair.dtype == "bfloat16"
     assert "--deterministic" in pair.flags
+
+
+class PairOfWords:
+    """A pair whose router leaves P out from the sleep until it is waited for, and whose D reads P's KV, or never does."""
+
+    def __init__(self, reads: bool) -> None:
+        self.prefill, self.decode = SimpleNamespace(name="P"), SimpleNamespace(name="D")
+        self._reads, self._routed, self._pulls = reads, True, 0
+
+    def memory(self, service: Any) -> dict[str, Any]:
+        return {"memory": {"tags": [{"resident_bytes": 7}]}}
+
+    def sleep(self, service: Any, level: int) -> dict[str, Any]:
+        self._routed = False
+        return {"unmapped_bytes": 7, "returned_bytes": 7, "seconds": 0.1}
+
+    def wake(self, service: Any) -> dict[str, Any]:
+        return {"seconds": 0.1}
+
+    def wait_routed(self) -> None:
+        self._routed = True
+
+    def pulls(self) -> int:
+        return self._pulls
+
+    def ask(self, questions: Sequence[str]) -> list[str]:
+        self._pulls += len(questions) if self._reads and self._routed else 0
+        return list(questions)
+
+
+def slept(reads: bool) -> Row:
+    return sleep_once(PairOfWords(reads), "D+P", 1, 1, list(QUESTIONS))  # type: ignore[arg-type]
+
+
+def test_p5_answers_that_d_computed_alone_do_not_pass_for_those_of_a_woken_p() -> None:
+    """A P that had lost its weights would not show in them."""
+    whole, alone = slept(reads=True), slept(reads=False)
+    assert (whole.identical, whole.pulls, whole.passed) == (8, 8, True)
+    assert (alone.identical, alone.pulls, alone.passed) == (8, 0, False)
+    assert Outcome(connector="ipc", rows=(whole, whole)).passed
+    assert not Outcome(connector="ipc", rows=(whole, alone)).passed
+    assert not Outcome(connector="ipc").passed
+    assert [row["passed"] for row in Outcome(connector="ipc", rows=(whole, alone)).as_dict()["rows"]] == [True, False]
