@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,3 +103,34 @@ def test_p5_answers_that_d_computed_alone_do_not_pass_for_those_of_a_woken_p() -
     assert not Outcome(connector="ipc", rows=(whole, alone)).passed
     assert not Outcome(connector="ipc").passed
     assert [row["passed"] for row in Outcome(connector="ipc", rows=(whole, alone)).as_dict()["rows"]] == [True, False]
+
+
+ENDLESS_DEMO = """
+import pathlib, sys, tempfile, time
+import torpor.cli.demo as command
+from torpor.demo.fleet import Fleet
+
+def run_demo(config, console):
+    with Fleet(pathlib.Path(sys.argv[1])) as fleet:
+        router = fleet.start("router", ["router", "--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"])
+        print(router.process.pid, flush=True)
+        time.sleep(600)
+
+command.run_demo = run_demo
+command.demo()
+"""
+
+
+def test_a_demo_that_is_told_to_end_leaves_no_engine_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS_DEMO, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        child = int(demo.stdout.readline())
+        demo.send_signal(signal.SIGTERM)
+        status = demo.wait(60)
+    try:
+        os.kill(child, signal.SIGKILL)
+    except ProcessLookupError:
+        assert status == 128 + signal.SIGTERM
+    else:
+        pytest.fail("its router lived on")
