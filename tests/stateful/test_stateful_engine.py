@@ -22,3 +22,18 @@ def test_what_a_check_finds_at_the_end_of_a_call_is_told(monkeypatch: pytest.Mon
         machine.everything_agrees()
     with pytest.raises(ZeroDivisionError):
         machine.teardown()
+
+
+def test_m9_calls_that_ask_for_the_same_are_predicted() -> None:
+    """A release that joins another shares its report; a level after the same policies has nothing to do."""
+    machine = EngineMachine()
+    machine.start(num_blocks=8, budget=8, seats=2, while_asleep="reject", caching=True, connected=False)
+    machine.release("nothing")
+    machine.release("its end")
+    machine.everything_agrees()
+    machine.wake(None, "its end")
+    machine.sleep(1, {"weights": "host", "runtime": "host", "kv_cache": "discard"}, "wait", None, "its end")
+    machine.sleep(1, None, "wait", None, "its end")
+    machine.everything_agrees()
+    assert [bool(call.report["noop"]) for call in machine.calls] == [False, False, False, False, True]
+    machine.teardown()
