@@ -29,8 +29,15 @@ def put(path: Path, name: str, document: Mapping[str, Any]) -> None:
 def without_places(words: Sequence[str]) -> list[str]:
     """A command as somebody else would type it in the repository's root: files of the tree by their names there, others by their
     last; without where results go."""
-    kept = [word for at, word in enumerate(words) if word not in PLACES and (at == 0 or words[at - 1] not in PLACES)]
-    return [_known_name(word) for word in kept]
+    kept = [
+        word for at, word in enumerate(words) if word.partition("=")[0] not in PLACES and (at == 0 or words[at - 1] not in PLACES)
+    ]
+    return [_without_folders(word) for word in kept]
+
+
+def _without_folders(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return option + equals + _known_name(value) if value and option.startswith("--") else _known_name(word)
 
 
 def _known_name(word: str) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_LINES = {"README.md": 150, "docs/architecture.md": 80}
-CODE = {".py", ".cpp", ".h", ".hpp"}
+CODE = {".py", ".cpp", ".h", ".hpp", ".c", ".cu"}
+FOR_THE_CLI = {("os", "environ"), ("os", "getenv"), ("sys", "argv")}
 # os.environ outside the CLI needs a reason: these have one, written beside the line.
 ENVIRONMENT_ALLOWED = {
     "src/torpor/connectors/nixl_agent.py",
@@ -47,14 +48,18 @@ def function_sizes(path: Path, tree: ast.AST) -> Iterator[str]:
 
 
 def environment(path: Path, tree: ast.AST) -> Iterator[str]:
-    name = path.as_posix()
-    if not name.startswith("src/") or name.startswith("src/torpor/cli") or name in ENVIRONMENT_ALLOWED:
+    place = path.as_posix()
+    if not place.startswith("src/") or place.startswith("src/torpor/cli/") or place in ENVIRONMENT_ALLOWED:
         return
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
-            continue
-        if (node.value.id, node.attr) in {("os", "environ"), ("os", "getenv"), ("sys", "argv")}:
-            yield f"{path}:{node.lineno}: {node.value.id}.{node.attr} is for the CLI only"
+        names: list[tuple[str | None, str]] = []
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [(node.value.id, node.attr)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module, name.name) for name in node.names]
+        for module, name in names:
+            if (module, name) in FOR_THE_CLI:
+                yield f"{path}:{node.lineno}: {module}.{name} is for the CLI only"
 
 
 def words(path: Path, text: str) -> Iterator[str]:

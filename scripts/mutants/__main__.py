@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import queue
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -123,6 +124,7 @@ class Campaign:
 
 def hunt(mutants: Sequence[Mutant], options: argparse.Namespace) -> int:
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that copies and tests do not outlive this
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         first = Bench(REPOSITORY, Path(folder, "0"))
         benches = [first, *(Bench(first.folder, Path(folder, str(n))) for n in range(1, max(1, options.jobs)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--max-s", type=float, default=float("inf"), help="stop after so long, and say how many there were")
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.connector}", flush=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the town does not outlive this
     with tempfile.TemporaryDirectory() as name:
         done = run(Path(name), options)
     print(f"deaths survived: {done} of {options.times}, seed {options.seed}, {options.connector}", flush=True)

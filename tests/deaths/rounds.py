@@ -54,6 +54,7 @@ class Rounds:
         self._prompts = make_prompts(rng)
         self._answers: list[str] = []
         self._held: dict[int, Holding] = {}  # per core, by pid
+        self._wrong: list[str] = []  # what the thread of a move found: nobody hears what a thread raises
 
     def prepare(self) -> None:
         """The right answers are D's own, of before any death."""
@@ -75,6 +76,7 @@ class Rounds:
             if moving is not None:
                 moving.join(60)
                 assert not moving.is_alive(), f"the {death.moment} never came back"
+            assert not self._wrong, f"{death}: {self._wrong}"
             self._start_again()
         finally:
             asker.stop()
@@ -92,9 +94,15 @@ class Rounds:
             return None
         if what == "wake":
             self._move(name, "sleep")
-        moving = threading.Thread(target=self._move, args=(name, "sleep" if what == "sleep" else "wake_up"))
+        moving = threading.Thread(target=self._move_aside, args=(name, "sleep" if what == "sleep" else "wake_up"))
         moving.start()
         return moving
+
+    def _move_aside(self, name: str, path: str) -> None:
+        try:
+            self._move(name, path)
+        except Exception as error:
+            self._wrong.append(f"{path} of {name}: {type(error).__name__}: {error}")
 
     def _move(self, name: str, path: str) -> None:
         """It succeeds, says in OpenAI's shape why not, or dies with its engine."""

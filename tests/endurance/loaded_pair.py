@@ -110,8 +110,10 @@ class LoadedPair:
         """Idle, and a transfer works, so that the link is up at every look; hand-offs nobody fetched are gone."""
         for mover in self._movers.values():
             await mover.all_to_host()
+        loads = (await self._decode.stats())["scheduler"]["loads_done"]
         for text in self._texts:
             assert await self._through_both(text, leaves=False) is End.WHOLE
+        assert (await self._decode.stats())["scheduler"]["loads_done"] > loads, "no KV came from P: D computed everything itself"
         deadline = asyncio.get_running_loop().time() + 20
         while True:
             stats = [await self._prefill.stats(), await self._decode.stats()]

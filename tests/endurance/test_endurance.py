@@ -74,6 +74,19 @@ async def test_a_loaded_pair_for_long(folder: Path, connector: str, seed: int, c
     check(await loaded_pair.endure(folder, connector, max(10, cycles // 5), seed, print))
 
 
+@pytest.mark.timeout(120)
+async def test_a_pair_over_which_nothing_comes_is_seen(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are right all the same (P5): D computes them."""
+
+    async def ask_without_transfer(client: Any, text: Any, transfer: Any = None, **settings: Any) -> Any:
+        return await loaded_pair_ask(client, text, transfer=transfer if settings.get("max_tokens") else None, **settings)
+
+    loaded_pair_ask = loaded_pair.ask
+    monkeypatch.setattr(loaded_pair, "ask", ask_without_transfer)
+    with pytest.raises(AssertionError, match="no KV came from P"):
+        await loaded_pair.endure(folder, "ipc", 4, seed, print)
+
+
 def test_a_leak_of_one_page_per_cycle_is_seen() -> None:
     """The tolerance of the long run: what it would miss, it says."""
     same: dict[str, Any] = dict.fromkeys(Footprint.__dataclass_fields__, 7 << 20)

@@ -110,7 +110,8 @@ class Call:
 
 
 def policies_of(level: int, policies: Mapping[str, str] | None) -> dict[str, str]:
-    return dict(policies) if policies is not None else dict(LEVEL_POLICIES[level])
+    """Of the pools that there are."""
+    return dict(policies) if policies is not None else {t: p for t, p in LEVEL_POLICIES[level].items() if t in TAGS}
 
 
 def state_after_sleep(state: EngineState, call: Call, draining_for: Call | None) -> tuple[EngineState, str]:

@@ -118,9 +118,11 @@ class PairMachine(PairRequests, PairMoves, RuleBasedStateMachine):
         try:
             if sys.exc_info()[0] is None and len(self.sides) == 2:
                 self._go_home()
+                for side in self.sides.values():
+                    side.shut_down()
         finally:
             for side in self.sides.values():
-                with contextlib.suppress(AssertionError):
+                with contextlib.suppress(AssertionError):  # what failed first is what is told
                     side.shut_down()
             self.during.close()
             self.only_us.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -26,3 +28,11 @@ def test_random_histories_of_a_pair(name: str) -> None:
     if CONNECTORS[name].package is not None:
         pytest.importorskip(CONNECTORS[name].package)
     run_state_machine_as_test(PAIRS[name], settings=settings(BOUNDED, max_examples=CONNECTORS[name].examples))
+
+
+def test_a_call_that_never_returns_is_told_at_the_end_of_a_history() -> None:
+    machine = PAIRS["ipc"]()
+    machine.start(p_blocks=8, d_blocks=8, budget=8)
+    machine.p.tickets.append(Future())
+    with pytest.raises(AssertionError, match="a call hangs"):
+        machine.teardown()

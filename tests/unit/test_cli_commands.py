@@ -16,6 +16,7 @@ from web_fakes import server_app
 
 from torpor.cli.bench import percentiles
 from torpor.cli.console import Progress, options, report
+from torpor.cli.load import LoadConfig, run_load
 from torpor.demo.fleet import Fleet
 from torpor.errors import BugError, ConfigurationError, DeviceMemoryError, EngineDeadError, SleepAborted
 from torpor.testing.fake_engine import FakeEngine
@@ -149,6 +150,31 @@ def test_bench_counts_what_fails(server: LiveServer, capsys: pytest.CaptureFixtu
     assert (figures["requests_done"], figures["requests_failed"]) == (1, 1)
     assert "broke" in figures["errors"][0]
     assert run(["bench", server.url, "--requests", "2", "--prompts", "/no/such/file"]) == 2
+
+
+@pytest.mark.parametrize("line", ['{"choices": [{"te', "[]", "7", '{"error": "overloaded"}', '{"usage": 3}'])
+async def test_an_event_that_broke_off_costs_a_bench_one_request(line: str) -> None:
+    """A proxy that goes away, in the middle of a run of hours."""
+    good = 'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+    answers = iter([f"data: {line}\n\n", good])
+    config = LoadConfig(
+        url="http://engine",
+        requests=2,
+        concurrency=1,
+        prompts=("hi",),
+        input_words=1,
+        max_tokens=1,
+        ignore_eos=False,
+        model="m",
+        seed=0,
+        timeout_s=5.0,
+        api_key=None,
+    )
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=next(answers)))
+    async with httpx.AsyncClient(transport=transport) as client:
+        broken, whole = await run_load(client, config, lambda: None)
+    assert broken.error
+    assert (whole.error, whole.tokens) == (None, 1)
 
 
 def test_the_key_of_a_bench_comes_from_a_file(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

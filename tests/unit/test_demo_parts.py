@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from torpor.demo.pair import served_name
+from torpor.demo.questions import QUESTIONS
 from torpor.demo.random_model import save_random_8b, save_random_model
-from torpor.demo.run import DemoConfig
+from torpor.demo.run import DemoConfig, Outcome, Row, sleep_once
 from torpor.models import ModelConfig, resolve_model
 
 
@@ -52,3 +60,77 @@ def test_the_large_model_runs_in_bf16_with_answers_that_do_not_depend_on_the_bat
     pair = DemoConfig(model="random:qwen3-8b", large=True).pair("ipc")
     assert pair.dtype == "bfloat16"
     assert "--deterministic" in pair.flags
+
+
+class PairOfWords:
+    """A pair whose router leaves P out from the sleep until it is waited for, and whose D reads P's KV, or never does."""
+
+    def __init__(self, reads: bool) -> None:
+        self.prefill, self.decode = SimpleNamespace(name="P"), SimpleNamespace(name="D")
+        self._reads, self._routed, self._pulls = reads, True, 0
+
+    def memory(self, service: Any) -> dict[str, Any]:
+        return {"memory": {"tags": [{"resident_bytes": 7}]}}
+
+    def sleep(self, service: Any, level: int) -> dict[str, Any]:
+        self._routed = False
+        return {"unmapped_bytes": 7, "returned_bytes": 7, "seconds": 0.1}
+
+    def wake(self, service: Any) -> dict[str, Any]:
+        return {"seconds": 0.1}
+
+    def wait_routed(self) -> None:
+        self._routed = True
+
+    def pulls(self) -> int:
+        return self._pulls
+
+    def ask(self, questions: Sequence[str]) -> list[str]:
+        self._pulls += len(questions) if self._reads and self._routed else 0
+        return list(questions)
+
+
+def slept(reads: bool) -> Row:
+    return sleep_once(PairOfWords(reads), "D+P", 1, 1, list(QUESTIONS))  # type: ignore[arg-type]
+
+
+def test_p5_answers_that_d_computed_alone_do_not_pass_for_those_of_a_woken_p() -> None:
+    """A P that had lost its weights would not show in them."""
+    whole, alone = slept(reads=True), slept(reads=False)
+    assert (whole.identical, whole.pulls, whole.passed) == (8, 8, True)
+    assert (alone.identical, alone.pulls, alone.passed) == (8, 0, False)
+    assert Outcome(connector="ipc", rows=(whole, whole)).passed
+    assert not Outcome(connector="ipc", rows=(whole, alone)).passed
+    assert not Outcome(connector="ipc").passed
+    assert [row["passed"] for row in Outcome(connector="ipc", rows=(whole, alone)).as_dict()["rows"]] == [True, False]
+
+
+ENDLESS_DEMO = """
+import pathlib, sys, tempfile, time
+import torpor.cli.demo as command
+from torpor.demo.fleet import Fleet
+
+def run_demo(config, console):
+    with Fleet(pathlib.Path(sys.argv[1])) as fleet:
+        router = fleet.start("router", ["router", "--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"])
+        print(router.process.pid, flush=True)
+        time.sleep(600)
+
+command.run_demo = run_demo
+command.demo()
+"""
+
+
+def test_a_demo_that_is_told_to_end_leaves_no_engine_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS_DEMO, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        child = int(demo.stdout.readline())
+        demo.send_signal(signal.SIGTERM)
+        status = demo.wait(60)
+    try:
+        os.kill(child, signal.SIGKILL)
+    except ProcessLookupError:
+        assert status == 128 + signal.SIGTERM
+    else:
+        pytest.fail("its router lived on")

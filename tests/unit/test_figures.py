@@ -55,7 +55,8 @@ def test_a_template_becomes_what_was_measured(figures: dict[str, Any], template:
 
 
 @pytest.mark.parametrize(
-    "template", ["{nap_s}", "{sizes.1.bytes}", "{sizes}", "{h100:gpu_sleep.sleep_s}", "{rows h200:gpu_sleep x}"]
+    "template",
+    ["{nap_s}", "{sizes.1.bytes}", "{sizes}", "{h100:gpu_sleep.sleep_s}", "{rows h200:gpu_sleep x}", "{sleep_s|Ms}"],
 )
 def test_what_was_not_measured_is_an_error(figures: dict[str, Any], template: str) -> None:
     with pytest.raises(figures["FigureError"]):
@@ -63,5 +64,7 @@ def test_what_was_not_measured_is_an_error(figures: dict[str, Any], template: st
 
 
 def test_a_loose_figure_is_noticed(figures: dict[str, Any]) -> None:
-    text = "5 ms\n## Measured\nin 6.3 ms\n<!-- figures\n7 ms\n-->\n7 ms\n<!-- /figures -->\nat 2 places\n## Next\n8 ms\n"
-    assert list(figures["loose_figures"](text)) == ["in 6.3 ms"]
+    text = (
+        "5 ms\n## Measured\nin 6.3 ms\n<!-- figures\n7 ms\n-->\n7 ms\n<!-- /figures -->\nat 2 places\n9 % more\n## Next\n8 ms\n"
+    )
+    assert list(figures["loose_figures"](text)) == ["in 6.3 ms", "9 % more"]

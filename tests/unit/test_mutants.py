@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,3 +90,17 @@ def test_a_bench_works_on_a_copy_and_puts_it_back(tmp_path: Path) -> None:
     assert {(d / "src" / "f.py").read_text() for d in (origin, copy.folder)} == {"a == b"}
     copy.stop()
     assert copy.trial(mutant(file="src/f.py", killer="tests/test_f.py::test_f")).verdict is bench.Verdict.HUNG
+
+
+def test_a_hunt_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its copies are the size of the tree, and the test that runs in one may hang."""
+    command = [sys.executable, "-m", "mutants", "--only", "padding-has-a-slot", "--jobs", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "scripts"), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as hunt:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("mutants-*/0/site")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        hunt.send_signal(signal.SIGTERM)
+        assert hunt.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("mutants-*"))

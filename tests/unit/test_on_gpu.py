@@ -364,9 +364,11 @@ def test_a_model_in_pieces_is_joined(on_gpu: dict[str, Any], tmp_path: Path, mon
 def test_the_run_is_among_the_figures(on_gpu: dict[str, Any], tmp_path: Path) -> None:
     result = on_gpu["report"].Result(part(on_gpu, "tests:x"), 1.0, "", "2 passed", tests={"passed": 2}, gpus=("0",))
     place = on_gpu["place"].Place(sys.executable, {}, gpus=("0",))
-    path = on_gpu["report"].write_run([result, result], tmp_path, place, ["--out", "/x", "--model", "/y/small"], time.monotonic())
+    path = on_gpu["report"].write_run(
+        [result, result], tmp_path, place, ["--out", "/x", "--logs=/z", "--model=/y/small"], time.monotonic()
+    )
     entry = json.loads(path.read_text())["gpu_run"]
-    assert entry["command"] == "scripts/gpu --model small"
+    assert entry["command"] == "scripts/gpu --model=small"
     assert entry["tests"] == {"passed": 4}
     assert entry["parts"]["tests:x"] == {
         "seconds": 1.0,

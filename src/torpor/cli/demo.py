@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -57,9 +61,20 @@ def demo(
         memory_driver=memory_driver,
         results_file=json,
     )
-    passed = run_unfollowed(config, out) if unfollowed else run_demo(config, out)
+    with sigterm_ends_all():
+        passed = run_unfollowed(config, out) if unfollowed else run_demo(config, out)
     if not passed:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def sigterm_ends_all() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: without a handler its engines would outlive it, and keep their memory."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_results_file(path: Path, unfollowed: bool) -> None:

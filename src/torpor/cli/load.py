@@ -96,6 +96,8 @@ async def one_request(client: httpx.AsyncClient, config: LoadConfig, model: str,
         return Sample(error=f"no answer within {config.timeout_s:g} s")
     except httpx.HTTPError as e:
         return Sample(error=f"{type(e).__name__}: {e}")
+    except (ValueError, TypeError, AttributeError, LookupError) as e:  # a line that broke off, or what no server should send
+        return Sample(error=f"no event of a completion: {type(e).__name__}: {e}")
 
 
 async def timed(client: httpx.AsyncClient, config: LoadConfig, body: dict[str, object]) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any
 import httpx
 
 from torpor.demo.fleet import Fleet, Say, Service
-from torpor.errors import BugError
+from torpor.errors import BugError, PeerError
 from torpor.memory.config import MemoryConfig
 
 MODEL = "builtin:smollm2-135m"
 START_S = 120.0
+ROUTED_S = 30.0
 
 PREFILL_PARAMS = {
     "do_remote_decode": True,
@@ -106,6 +108,23 @@ class Pair:
 
     def memory(self, service: Service) -> dict[str, Any]:
         return answered(f"{service.name} /memory", self._fleet.http.get(f"{service.url}/memory"))
+
+    def pulls(self) -> int:
+        """How often D has read P's KV."""
+        return int(self.memory(self.decode)["connector"]["loads_done"])
+
+    def wait_routed(self) -> None:
+        """Blocks until the router believes that both engines serve: until its next look at one that slept it leaves P out, and D
+        computes everything by itself. PeerError in time."""
+        deadline = time.monotonic() + ROUTED_S
+        while True:
+            stats = answered("router /stats", self._fleet.http.get(f"{self.router.url}/stats"))
+            states = {b["url"]: b["state"] for b in (*stats["prefill"], *stats["decode"])}
+            if set(states.values()) == {"ready"}:
+                return
+            if time.monotonic() > deadline:
+                raise PeerError(f"the router did not see both engines ready within {ROUTED_S:.0f} s: {states}", peer="router")
+            time.sleep(0.05)
 
     def is_healthy(self, service: Service) -> bool:
         """Its engine's core lives and says so."""

@@ -73,10 +73,14 @@ class Row:
     held_bytes: int
     sleep_ms: float
     wake_ms: float
+    pulls: int  # D's reads of P's KV for these answers: without any they say nothing about P
 
     @property
     def passed(self) -> bool:
-        return self.identical == self.asked and self.held_bytes == 0 and self.unmapped_bytes > 0
+        return self.identical == self.asked and self.held_bytes == 0 and self.unmapped_bytes > 0 and self.pulls > 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
 
 
 @dataclass
@@ -107,6 +111,8 @@ def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str
     resident = sum(resident_bytes(pair.memory(s)) for s in services)
     slept = [pair.sleep(s, level) for s in services]
     woken = [pair.wake(s) for s in services]
+    pair.wait_routed()
+    pulls = pair.pulls()
     answers = pair.ask(QUESTIONS)
     return Row(
         who=who,
@@ -120,6 +126,7 @@ def sleep_once(pair: Pair, who: str, cycle: int, level: int, reference: list[str
         held_bytes=sum(int(r["unmapped_bytes"]) - int(r["returned_bytes"]) for r in slept),
         sleep_ms=1000 * max(float(r["seconds"]) for r in slept),
         wake_ms=1000 * max(float(r["seconds"]) for r in woken),
+        pulls=pair.pulls() - pulls,
     )
 
 
@@ -129,16 +136,16 @@ class Outcome:
 
     connector: str
     rows: tuple[Row, ...] = ()
-    pulls: int = 0  # D's reads of P's KV
+    pulls: int = 0  # D's reads of P's KV, those of the reference among them
     path: str = ""  # what they went over
     error: str = ""
 
     @property
     def passed(self) -> bool:
-        return not self.error and self.pulls > 0 and all(row.passed for row in self.rows)
+        return not self.error and bool(self.rows) and all(row.passed for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "passed": self.passed}
+        return {**dataclasses.asdict(self), "rows": [row.as_dict() for row in self.rows], "passed": self.passed}
 
 
 def run_connector(connector: str, config: DemoConfig, console: Console, phases: Phases) -> Outcome:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CAPTION = (
-    "same: answers equal to the reference, byte for byte; in MiB: resident while awake, unmapped by the sleep, back with the "
-    "kernel for certain, held by somebody else; sleep and wake in milliseconds"
+    "same: answers equal to the reference, byte for byte; pulled: D's reads of P's KV for them; in MiB: resident while awake, "
+    "unmapped by the sleep, back with the kernel for certain, held by somebody else; sleep and wake in milliseconds"
 )
 
 
@@ -31,7 +31,7 @@ def show_answers(console: Console, questions: Sequence[str], answers: Sequence[s
 def show_rows(console: Console, connector: str, rows: Sequence[Row]) -> None:
     table = Table(title=f"sleep and wake over {connector}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.caption, table.caption_justify = CAPTION, "left"
-    for name in ("asleep", "cycle", "level", "same", "awake", "unmapped", "back", "held", "sleep", "wake"):
+    for name in ("asleep", "cycle", "level", "same", "pulled", "awake", "unmapped", "back", "held", "sleep", "wake"):
         table.add_column(name, justify="left" if name == "asleep" else "right", no_wrap=True)
     for row in rows:
         amounts = (row.resident_bytes, row.unmapped_bytes, row.returned_bytes, row.held_bytes)
@@ -40,6 +40,7 @@ def show_rows(console: Console, connector: str, rows: Sequence[Row]) -> None:
             str(row.cycle),
             str(row.level),
             f"{row.identical}/{row.asked}",
+            str(row.pulls),
             *(f"{amount / MIB:.1f}" for amount in amounts),
             f"{row.sleep_ms:.0f}",
             f"{row.wake_ms:.0f}",
