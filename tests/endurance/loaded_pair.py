@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_models import tiny_engine
-from footprint import Footprint, measure
+from footprint import Footprint, measure, observe
 from moves import Mover
 from texts import End, Text, ask, make_texts, with_answers
 
@@ -27,7 +27,9 @@ CLIENTS = 4
 RETRY_S = 0.005
 
 
-async def endure(folder: Path, connector: str, cycles: int, seed: int, say: Callable[[str], None]) -> list[Footprint]:
+async def endure(
+    folder: Path, connector: str, cycles: int, seed: int, say: Callable[[str], None], rounds: int = 0
+) -> list[Footprint]:
     """As ``one_engine.endure``."""
     async with AsyncExitStack() as stack:
         engines = []
@@ -36,33 +38,20 @@ async def endure(folder: Path, connector: str, cycles: int, seed: int, say: Call
             config = tiny_engine(folder, num_blocks=192, connector=kv, handoff_lease_s=5.0)
             engines.append(await InprocEngineClient.start(config, timeout_s=START_S))
             stack.push_async_callback(engines[-1].shutdown)
-        run = LoadedPair(engines[0], engines[1], random.Random(seed))
+        run = LoadedPair(engines[0], engines[1], seed, say)
         await run.prepare()
-        figures = await _cycles(run, cycles, seed, say)
-        say(f"pair over {connector}, seed {seed}, {cycles} cycles: {dict(sorted(run.counts.items()))}")
+        figures = await observe(run.run_to, cycles, rounds)
+        say(f"pair over {connector}, seed {seed}, {figures[-1].cycle} cycles: {dict(sorted(run.counts.items()))}")
         return figures
 
 
-async def _cycles(run: LoadedPair, cycles: int, seed: int, say: Callable[[str], None]) -> list[Footprint]:
-    figures = []
-    marks = sorted({max(1, cycles // 10), cycles // 2, cycles})
-    done = 0
-    for mark in marks:
-        async with run.under_load():
-            while done < mark:
-                done += 1
-                try:
-                    await asyncio.wait_for(run.cycle(), CYCLE_S)
-                except (AssertionError, asyncio.TimeoutError) as error:
-                    raise AssertionError(f"cycle {done} of seed {seed}: {error or 'it hangs'}") from error
-        figures.append(await run.look(mark))
-        say(str(figures[-1]))
-    return figures
-
-
 class LoadedPair:
-    def __init__(self, prefill: InprocEngineClient, decode: InprocEngineClient, rng: random.Random) -> None:
+    def __init__(self, prefill: InprocEngineClient, decode: InprocEngineClient, seed: int, say: Callable[[str], None]) -> None:
+        rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self._seed = seed
+        self._say = say
+        self._cycle = 0
         self._prefill = prefill
         self._decode = decode
         self._rng = rng
@@ -85,6 +74,18 @@ class LoadedPair:
     async def __aexit__(self, *error: object) -> None:
         self._stopping = True
         await asyncio.wait_for(asyncio.gather(*self._load), CYCLE_S)
+
+    async def run_to(self, mark: int) -> Footprint:
+        async with self.under_load():
+            while self._cycle < mark:
+                self._cycle += 1
+                try:
+                    await asyncio.wait_for(self.cycle(), CYCLE_S)
+                except (AssertionError, asyncio.TimeoutError) as error:
+                    raise AssertionError(f"cycle {self._cycle} of seed {self._seed}: {error or 'it hangs'}") from error
+        footprint = await self.look(mark)
+        self._say(str(footprint))
+        return footprint
 
     async def cycle(self) -> None:
         """One or both sleep and wake, in any order; the load never stops."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine_models import tiny_engine
-from footprint import Footprint, measure
+from footprint import Footprint, measure, observe
 from moves import Mover
 from texts import End, ask, make_texts, with_answers
 
@@ -21,30 +21,26 @@ CYCLE_S = 60.0  # none of them takes a second
 TEXTS = 14
 
 
-async def endure(folder: Path, cycles: int, seed: int, say: Callable[[str], None]) -> list[Footprint]:
-    """The footprints at the start (after the first tenth, when everything has been reached once), the middle and the end."""
+async def endure(folder: Path, cycles: int, seed: int, say: Callable[[str], None], rounds: int = 0) -> list[Footprint]:
+    """The footprints that ``observe`` asks for. Everything random comes from ``seed``."""
     client = await InprocEngineClient.start(tiny_engine(folder, num_blocks=96), timeout_s=START_S)
     try:
-        run = OneEngine(client, random.Random(seed))
+        run = OneEngine(client, seed, say)
         await run.prepare()
-        figures = []
-        for cycle in range(1, cycles + 1):
-            try:
-                await asyncio.wait_for(run.cycle(), CYCLE_S)
-            except (AssertionError, asyncio.TimeoutError) as error:
-                raise AssertionError(f"cycle {cycle} of seed {seed}: {error or 'it hangs'}") from error
-            if cycle in (max(1, cycles // 10), cycles // 2, cycles):
-                figures.append(await run.look(cycle))
-                say(str(figures[-1]))
-        say(f"one engine, seed {seed}, {cycles} cycles: {dict(sorted(run.counts.items()))}")
+        figures = await observe(run.run_to, cycles, rounds)
+        say(f"one engine, seed {seed}, {figures[-1].cycle} cycles: {dict(sorted(run.counts.items()))}")
         return figures
     finally:
         await client.shutdown()
 
 
 class OneEngine:
-    def __init__(self, client: InprocEngineClient, rng: random.Random) -> None:
+    def __init__(self, client: InprocEngineClient, seed: int, say: Callable[[str], None]) -> None:
+        rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self._seed = seed
+        self._say = say
+        self._cycle = 0
         self._client = client
         self._rng = rng
         self._texts = make_texts(rng, TEXTS)
@@ -52,6 +48,17 @@ class OneEngine:
 
     async def prepare(self) -> None:
         self._texts = await with_answers(self._client, self._texts)
+
+    async def run_to(self, mark: int) -> Footprint:
+        while self._cycle < mark:
+            self._cycle += 1
+            try:
+                await asyncio.wait_for(self.cycle(), CYCLE_S)
+            except (AssertionError, asyncio.TimeoutError) as error:
+                raise AssertionError(f"cycle {self._cycle} of seed {self._seed}: {error or 'it hangs'}") from error
+        footprint = await self.look(mark)
+        self._say(str(footprint))
+        return footprint
 
     async def cycle(self) -> None:
         """Requests before, in and after a sleep; at the end the engine is awake and idle."""
