@@ -13,6 +13,8 @@ ATTENTION = "src/torpor/models/attention/base.py"
 FUSED_TESTS = "tests/unit/test_fused_layers.py::"
 GRAPH_TESTS = "tests/unit/test_graph_runner.py::"
 INPUT_TESTS = "tests/unit/test_step_inputs.py::"
+SAMPLER = "src/torpor/engine/sampler.py"
+COUNTS = "src/torpor/scheduler/token_counts.py"
 
 MUTANTS = (
     Mutant(
@@ -70,5 +72,21 @@ MUTANTS = (
         "return self.step.stored_elsewhere",
         "what a connector still loads into a layer overwrites the step's own keys",
         FUSED_TESTS + "test_keys_are_not_stored_before_a_connector_has_loaded_the_layer",
+    ),
+    Mutant(
+        "penalties-count-outputs-again",
+        COUNTS,
+        "        self._num_outputs = len(self.outputs)\n",
+        "        self._num_outputs = 0\n",
+        "a token is penalised for every step since it came",
+        "tests/unit/test_token_counts.py::test_a_token_at_a_time",
+    ),
+    Mutant(
+        "penalties-meet-the-row-beside",
+        SAMPLER,
+        "np.repeat([row for row, _, _ in rows]",
+        "np.repeat([row // 2 for row, _, _ in rows]",
+        "one request's penalties change another's tokens",
+        "tests/unit/test_sampler_choice.py::test_penalties_of_many_rows_are_each_row_s_own",
     ),
 )

@@ -28,6 +28,7 @@ from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import RequestError
 from torpor.request import SamplingParams
 from torpor.scheduler.output import ScheduledSequence
+from torpor.scheduler.token_counts import TokenCounts
 from torpor.server import ServerConfig, create_app
 from torpor.testing.fake_engine import FakeEngine
 from torpor.testing.tokenizers import byte_tokenizer
@@ -274,6 +275,5 @@ def sequence(name: str, params: SamplingParams) -> ScheduledSequence:
         block_ids=[0],  # type: ignore[list-item]
         samples=True,
         sampling=params,
-        prompt_token_ids=[1],
-        output_token_ids=[],
+        counts=TokenCounts([1], []),
     )

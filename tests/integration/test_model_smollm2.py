@@ -20,6 +20,7 @@ from torpor.models.quiet import quiet_transformers
 from torpor.request import SamplingParams
 from torpor.scheduler.config import SchedulerConfig
 from torpor.scheduler.output import ScheduledSequence, SchedulerOutput
+from torpor.scheduler.token_counts import TokenCounts
 
 pytestmark = [
     pytest.mark.integration,
@@ -92,8 +93,7 @@ def generate(worker: Worker, prompts: list[list[int]]) -> list[list[int]]:
                 block_ids=list(blocks[i]),
                 samples=done[i] + count == len(tokens[i]),
                 sampling=SamplingParams(temperature=0.0, seed=0),
-                prompt_token_ids=prompt,
-                output_token_ids=tokens[i][len(prompt) :],
+                counts=TokenCounts(prompt, tokens[i][len(prompt) :]),
             )
             done[i] += count
             batch.append(share)

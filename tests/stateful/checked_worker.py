@@ -113,7 +113,7 @@ class CheckedWorker(FakeWorker):
         return next_token([int(k) for k in keys[:, 0].tolist()], weights, sequence.sampling, sequence.forbidden_token_ids)
 
     def _check_entries(self, sequence: ScheduledSequence, keys: torch.Tensor, places: torch.Tensor) -> None:
-        text = torch.tensor([*sequence.prompt_token_ids, *sequence.output_token_ids][: len(keys)], dtype=torch.float32)
+        text = torch.tensor([*sequence.counts.prompt, *sequence.counts.outputs][: len(keys)], dtype=torch.float32)
         right = (keys == (text + 1)[:, None]) & (places == self._places(len(keys))[:, None])
         if not bool(right.all()):
             bad = [i for i, good in enumerate(right.all(dim=1).tolist()) if not good]

@@ -274,7 +274,7 @@ class Engine:
         return failed
 
     def _run_sequence(self, seq: Any, ruined: bool) -> int:
-        known = [*seq.prompt_token_ids, *seq.output_token_ids]
+        known = [*seq.counts.prompt, *seq.counts.outputs]
         end = seq.start + len(seq.token_ids)
         assert seq.token_ids
         assert seq.token_ids == known[seq.start : end]

@@ -17,6 +17,7 @@ from torpor.engine import sampler
 from torpor.engine.sampler import sample, uniform
 from torpor.request import SamplingParams
 from torpor.scheduler.output import ScheduledSequence
+from torpor.scheduler.token_counts import TokenCounts
 
 VOCAB = 50
 
@@ -32,8 +33,7 @@ def sequence(
         block_ids=[],
         samples=True,
         sampling=SamplingParams(**{"seed": 7} | params),
-        prompt_token_ids=prompt or [1, 2],
-        output_token_ids=output or [],
+        counts=TokenCounts(prompt or [1, 2], output or []),
         forbidden_token_ids=forbidden,
     )
 
@@ -167,6 +167,31 @@ def test_frequency_and_presence_penalties_over_the_output() -> None:
     assert sample(row.clone(), [once]).tokens["a"] == 1, "the prompt does not count"
     often = sequence(temperature=0, output=[0, 0, 1], frequency_penalty=0.15)
     assert sample(row.clone(), [often]).tokens["a"] == 2
+
+
+def test_penalties_of_many_rows_are_each_row_s_own() -> None:
+    """Against the definition, row by row; rows that ask for nothing stay as they were."""
+    rng = np.random.default_rng(5)
+    kinds: list[dict[str, float]] = [{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"presence_penalty": -0.4}]
+    kinds.append({"repetition_penalty": 0.8, "frequency_penalty": -0.3, "presence_penalty": 1.1})
+    sequences, expected, rows = [], [], logits(9, rows=20)
+    for index, row in enumerate(rows.double().tolist()):
+        prompt, output = rng.integers(0, VOCAB, 30).tolist(), rng.integers(0, VOCAB, int(rng.integers(0, 40))).tolist()
+        params = kinds[index % len(kinds)]
+        sequences.append(sequence(str(index), temperature=0, prompt=prompt, output=output, logprobs=VOCAB, **params))
+        by, counts = params.get("repetition_penalty", 1.0), Counter(output)
+        for token in {*prompt, *output}:
+            row[token] = row[token] / by if row[token] > 0 else row[token] * by
+        for token, count in counts.items():
+            row[token] -= params.get("frequency_penalty", 0.0) * count + params.get("presence_penalty", 0.0)
+        expected.append(torch.log_softmax(torch.tensor(row, dtype=torch.float64), 0))
+    together = sample(rows.clone(), sequences)
+    for index, table in enumerate(expected):
+        found = together.logprobs[str(index)]
+        assert found.top_logprobs == pytest.approx(table[found.top_ids].tolist(), abs=1e-5)
+        alone = sample(rows[index : index + 1].clone(), [sequences[index]])
+        assert alone.logprobs[str(index)] == found
+        assert alone.tokens[str(index)] == together.tokens[str(index)]
 
 
 def test_forbidden_tokens_are_never_chosen_nor_listed() -> None:

@@ -15,6 +15,7 @@ from torpor.engine.graphs import bucket_sizes
 from torpor.engine.inputs import StepInputs
 from torpor.kvcache.types import BlockId
 from torpor.scheduler.output import ScheduledSequence
+from torpor.scheduler.token_counts import TokenCounts
 
 BLOCK = 4
 
@@ -36,8 +37,7 @@ def share(tokens: list[int], start: int, blocks: list[int]) -> ScheduledSequence
         block_ids=[BlockId(block) for block in blocks],
         samples=True,
         sampling=GREEDY,
-        prompt_token_ids=[],
-        output_token_ids=[],
+        counts=TokenCounts([], []),
     )
 
 

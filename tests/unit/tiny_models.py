@@ -26,6 +26,7 @@ from torpor.models.quiet import quiet_transformers
 from torpor.request import SamplingParams
 from torpor.scheduler.config import SchedulerConfig
 from torpor.scheduler.output import RunnerOutput, ScheduledSequence, SchedulerOutput
+from torpor.scheduler.token_counts import TokenCounts
 
 VOCAB = 128
 BLOCK = 4
@@ -132,8 +133,7 @@ class Driven:
             block_ids=list(self.blocks),
             samples=self.done == len(self.tokens),
             sampling=self.sampling,
-            prompt_token_ids=self.prompt,
-            output_token_ids=self.output,
+            counts=TokenCounts(self.prompt, self.output),
         )
 
 

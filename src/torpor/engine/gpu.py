@@ -15,6 +15,7 @@ from torpor.models import LoadedModel
 from torpor.request import SamplingParams
 from torpor.scheduler.config import SchedulerConfig
 from torpor.scheduler.output import ScheduledSequence, SchedulerOutput
+from torpor.scheduler.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -124,6 +125,5 @@ def _prompt(index: int, count: int, spec: KVCacheSpec) -> ScheduledSequence:
         block_ids=[BlockId(block) for block in range(-(-count // spec.block_size))],
         samples=True,
         sampling=_SAMPLED,
-        prompt_token_ids=[],
-        output_token_ids=[],
+        counts=TokenCounts([], []),
     )

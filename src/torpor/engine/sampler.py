@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torpor.request import TokenLogprobs
 from torpor.scheduler.output import ScheduledSequence
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy: dividing by them would only lose precision
 _HEAD = 1024  # how many of the likeliest tokens are sorted at first; nearly always top_p is reached within them
 
@@ -45,9 +49,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence], best: t
         chosen = (likeliest(logits) if best is None else best).tolist()
         return _samples(sequences, chosen)
     scores = logits.to(torch.float32)
-    for index, sequence in enumerate(sequences):
-        if _changes_scores(sequence):
-            _penalise(scores[index], sequence)
+    _penalise(scores, sequences)
     chosen = likeliest(scores).tolist()
     drawn = [i for i, s in enumerate(sequences) if chosen[i] >= 0 and s.sampling.temperature >= GREEDY_BELOW]
     if drawn:
@@ -85,23 +87,40 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") + 0.5) / (1 << 40)
 
 
-def _penalise(row: torch.Tensor, sequence: ScheduledSequence) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output, then what min_tokens forbids. In place."""
-    params = sequence.sampling
-    if params.repetition_penalty != 1.0:
-        seen = _unique(sequence.prompt_token_ids + sequence.output_token_ids, row.device)[0]
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if (params.frequency_penalty or params.presence_penalty) and sequence.output_token_ids:
-        seen, counts = _unique(sequence.output_token_ids, row.device)
-        row[seen] -= params.frequency_penalty * counts + params.presence_penalty
-    if sequence.forbidden_token_ids:
-        row[list(sequence.forbidden_token_ids)] = float("-inf")
+def _penalise(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> None:
+    """Repetition over prompt and output, then frequency and presence over the output, then what min_tokens forbids. In place; two
+    copies to the device and a few kernels, however many rows there are."""
+    repeated, counted = [], []
+    for index, sequence in enumerate(sequences):
+        p = sequence.sampling
+        if p.repetition_penalty != 1.0:
+            ids, _ = map(np.array, sequence.counts.seen())
+            repeated.append((index, ids, np.full(len(ids), p.repetition_penalty)))
+        if p.frequency_penalty or p.presence_penalty:
+            ids, counts = map(np.array, sequence.counts.seen())
+            ids, counts = ids[counts > 0], counts[counts > 0]
+            counted.append((index, ids, p.frequency_penalty * counts + p.presence_penalty))
+    if repeated:
+        where, factors = _entries(repeated, scores.device)
+        values = scores[where]
+        scores[where] = torch.where(values > 0, values / factors, values * factors)
+    if counted:
+        where, amounts = _entries(counted, scores.device)
+        scores[where] -= amounts
+    for row, sequence in zip(scores, sequences, strict=True):
+        if sequence.forbidden_token_ids:
+            row[list(sequence.forbidden_token_ids)] = float("-inf")
 
 
-def _unique(token_ids: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-    return torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device)
+def _entries(
+    rows: Sequence[tuple[int, IntArray, FloatArray]], device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(row, distinct columns, a number for each) of some rows -> an index of all these places, and the numbers, float32."""
+    columns = np.concatenate([ids for _, ids, _ in rows])
+    numbers = np.concatenate([values for _, _, values in rows]).astype(np.float32)
+    index = np.stack([np.repeat([row for row, _, _ in rows], [len(ids) for _, ids, _ in rows]), columns])
+    places = torch.from_numpy(index).to(device)
+    return (places[0], places[1]), torch.from_numpy(numbers).to(device)
 
 
 def _draw(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:

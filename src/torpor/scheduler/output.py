@@ -7,6 +7,7 @@ from typing import Any
 
 from torpor.kvcache.types import BlockId
 from torpor.request import SamplingParams, TokenLogprobs
+from torpor.scheduler.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,7 @@ class ScheduledSequence:
     block_ids: list[BlockId]  # the whole block table, long enough for start + len(token_ids)
     samples: bool  # the last of token_ids is the end of what is known: sample the next token
     sampling: SamplingParams  # seed is never None here
-    prompt_token_ids: list[int]  # for penalties; not copied
-    output_token_ids: list[int]  # for penalties; not copied
+    counts: TokenCounts  # for penalties; the sequence's own
     forbidden_token_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens while min_tokens is not reached
 
 

@@ -22,7 +22,7 @@ class Step:
         self.sequences: list[ScheduledSequence] = []
 
     def add(self, seq: Sequence) -> None:
-        """As much of ``seq`` as the budget allows. The lists of the sequence go in as they are: only its next tokens are
+        """As much of ``seq`` as the budget allows. What the sequence has goes in as it is: only its next tokens are
         copied."""
         start = seq.num_computed
         known = len(seq.tokens)
@@ -37,8 +37,7 @@ class Step:
                 block_ids=seq.block_ids,
                 samples=end == known,
                 sampling=seq.sampling,
-                prompt_token_ids=seq.request.prompt_token_ids,
-                output_token_ids=seq.outputs,
+                counts=seq.counts,
                 forbidden_token_ids=seq.forbidden_now() if seq.forbidden else (),
             )
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torpor.kvcache.prefix import HashChain
 from torpor.kvcache.types import BlockId
 from torpor.request import GenerationRequest, SamplingParams
+from torpor.scheduler.token_counts import TokenCounts
 
 
 class RequestState(enum.Enum):
@@ -40,6 +41,7 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "chain",
+        "counts",
         "forbidden",
         "load",
         "num_cached_tokens",
@@ -61,6 +63,7 @@ class Sequence:
         self.state = RequestState.WAITING
         self.tokens = list(request.prompt_token_ids)  # prompt and outputs: what is known
         self.outputs: list[int] = []
+        self.counts = TokenCounts(request.prompt_token_ids, self.outputs)
         self.num_computed = 0  # leading tokens whose KV is in the blocks
         self.block_ids: list[BlockId] = []  # the KV cache manager's own table while blocks are held
         self.chain = HashChain()
