@@ -133,7 +133,7 @@ def pd_peer() -> str:
 
 def test_p2_a_decode_engine_that_is_stopped_or_killed_holds_up_no_sleep(pd_peer: str, tmp_path: Path) -> None:
     """P pushes to it meanwhile; the one that takes its place is pushed to."""
-    extra: dict[str, Any] = {"pd_peer": pd_peer, "pd_buffer_bytes": 1 << 20, "pd_wait_s": 2.0}
+    extra: dict[str, Any] = {"pd_peer": pd_peer, "pd_buffer_bytes": 1 << 20, "pd_wait_s": 5.0}
     with KVEngine(ConnectorConfig(connector="lmcache", engine_id="P", role="producer", extra=extra)) as p:
         with Child("lmcache", "D", "consumer", tmp_path, extra=extra) as d:
             d.wait_until_up()
@@ -145,7 +145,7 @@ def test_p2_a_decode_engine_that_is_stopped_or_killed_holds_up_no_sleep(pd_peer:
                 begun = time.monotonic()
                 assert p.sleep().held_bytes == 0
                 p.wake()
-                assert time.monotonic() - begun < 2.0
+                assert time.monotonic() - begun < 4.0
             d.process.kill()
             d.death()
         with Child("lmcache", "D", "consumer", tmp_path, extra=extra) as d:

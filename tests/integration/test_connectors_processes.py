@@ -111,7 +111,7 @@ def test_p1_params_from_before_a_sleep_are_not_read_after_it(start: Start) -> No
     assert p.call("sleep")["held_bytes"] == 0
     begun = time.monotonic()
     assert d.call("load", "asleep", B, late, [4, 5, 6]) == "failed"
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 4
     p.call("wake")
     p.call("prefill", "new", A, [1, 2, 3])
     assert d.call("load", "late", B, late, [4, 5, 6]) == "failed"

@@ -16,7 +16,7 @@ from torpor.testing.kv_engine import SMALL_SPEC, KVEngine, missing_package
 
 A = list(range(100, 110))  # 10 tokens: 3 blocks of 4
 B = list(range(200, 210))
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def needs(connector: str) -> None:

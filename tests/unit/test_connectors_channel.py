@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from leftovers import no_descriptors_left
 
 from torpor.connectors import wire
 from torpor.connectors.channel import Channel, close_descriptors
@@ -97,8 +98,8 @@ def test_a_frame_that_stops_half_way_does_not_hold_anybody_for_long(raw: tuple[s
     raw[0].sendall((100).to_bytes(4, "big") + b"abc")
     begun = time.monotonic()
     with pytest.raises(PeerError, match="middle of a frame"):
-        raw[1].receive(5.0)
-    assert time.monotonic() - begun < 2
+        raw[1].receive(20.0)
+    assert time.monotonic() - begun < 10
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_anybody_for_long(raw: tuple[socket.socket, Channel]) -> None:
@@ -113,27 +114,25 @@ def test_a_peer_that_takes_nothing_does_not_hold_anybody_for_long(raw: tuple[soc
 
 
 def test_descriptors_come_with_their_message_and_do_not_leak(pair: Pair) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    read, write = os.pipe()
-    pair[0].send(wire.Descriptors(count=2), (read, write))
-    assert pair[1].receive(1.0) is not None
-    got = pair[1].take_descriptors()
-    assert len(got) == 2
-    os.write(got[1], b"through")
-    assert os.read(read, 7) == b"through"
-    assert not any(os.get_inheritable(fd) for fd in got)
-    close_descriptors([*got, read, write])
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptors_left():
+        read, write = os.pipe()
+        pair[0].send(wire.Descriptors(count=2), (read, write))
+        assert pair[1].receive(1.0) is not None
+        got = pair[1].take_descriptors()
+        assert len(got) == 2
+        os.write(got[1], b"through")
+        assert os.read(read, 7) == b"through"
+        assert not any(os.get_inheritable(fd) for fd in got)
+        close_descriptors([*got, read, write])
 
 
 def test_descriptors_nobody_took_are_closed_with_the_channel() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    left, right = (Channel(s, "x") for s in socket.socketpair())
-    left.send(wire.Descriptors(count=1), (0,))
-    assert right.receive(1.0) is not None
-    left.close()
-    right.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with no_descriptors_left():
+        left, right = (Channel(s, "x") for s in socket.socketpair())
+        left.send(wire.Descriptors(count=1), (0,))
+        assert right.receive(1.0) is not None
+        left.close()
+        right.close()
 
 
 def test_an_abort_wakes_whoever_waits(pair: Pair) -> None:

@@ -189,7 +189,7 @@ class TestGarbageAtTheDoor:
             sock.close()
         begun = time.monotonic()
         assert p.sleep().held_bytes == 0
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 4
 
     def test_a_peer_that_talks_nonsense_later_is_dropped(self, pairs: Pairs) -> None:
         p, d = pairs.pair()

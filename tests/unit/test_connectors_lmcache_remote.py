@@ -26,7 +26,8 @@ from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
 A = list(range(100, 113))  # three blocks of four, and the token that is computed
-WAIT_S = 10.0
+WAIT_S = 30.0
+PATIENCE_S = 2.0  # of an engine with a server that fails: as long as a busy machine may take for what needs no waiting
 NAMES = [bytes([i]) * 32 for i in range(3)]
 
 
@@ -97,8 +98,12 @@ def server() -> Iterator[Server]:
 
 
 def engine(url: str, name: str = "E", **extra: Any) -> KVEngine:
-    options = {"host_bytes": 16 << 20, "remote_url": url, "remote_timeout_s": 0.5, **extra}
+    options = {"host_bytes": 16 << 20, "remote_url": url, "remote_timeout_s": WAIT_S, **extra}
     return KVEngine(ConnectorConfig(connector="lmcache", engine_id=name, extra=options))
+
+
+def impatient_engine(url: str, name: str = "E") -> KVEngine:
+    return engine(url, name, remote_timeout_s=PATIENCE_S)
 
 
 def found_by(of: KVEngine, prompt: list[int]) -> int:
@@ -125,10 +130,11 @@ def client_of(engine: KVEngine) -> Any:
     return backend.connection.getWrappedConnector()
 
 
-def impatient(of: KVEngine) -> None:
-    """As if it were some time later."""
+def some_time_later(of: KVEngine) -> None:
+    """When what failed is tried again. Nothing is slow any more but the machine."""
     client = client_of(of)
     client._failed_at = client._slow_at = float("-inf")
+    client._timeout_s = WAIT_S
 
 
 class TestKeeping:
@@ -194,55 +200,54 @@ class TestKeeping:
 
 class TestServersThatFail:
     def test_p2_one_that_says_nothing_costs_one_wait_and_no_sleep(self, server: Server, caplog: pytest.LogCaptureFixture) -> None:
-        with engine(server.url, "P") as p, engine(server.url, "D") as d:
+        with engine(server.url, "P") as p, impatient_engine(server.url, "D") as d:
             kept(p, server, A)
             server.going.clear()
             begun = time.monotonic()
             assert found_by(d, A) == 0
-            first = time.monotonic() - begun
-            assert 0.4 < first < 3.0
+            assert PATIENCE_S - 0.1 < time.monotonic() - begun < 2 * PATIENCE_S
             begun = time.monotonic()
             assert found_by(d, [1, *A]) == 0
-            assert time.monotonic() - begun < 0.2, "it is not asked again at once"
+            assert time.monotonic() - begun < PATIENCE_S / 2, "it is not asked again at once"
             begun = time.monotonic()
             d.prefill("own", [7, *A], [1, 2, 3])
             d.sleep()
             d.wake()
-            assert time.monotonic() - begun < 3.0
+            assert time.monotonic() - begun < 2 * PATIENCE_S
             assert sum("is passed over" in record.message for record in caplog.records) == 1
             server.going.set()
-            impatient(d)
+            some_time_later(d)
             assert d.load("q", A, {}, [4, 5, 6]) == "recving", "and when it has come to it is used again"
             assert d.has(A, [4, 5, 6])
 
     def test_one_that_is_slow_costs_one_wait_however_long_the_prompt_is(self, server: Server) -> None:
         """The step loop asks, and every other request waits with it."""
         long = list(range(29))
-        with engine(server.url, "P") as p, engine(server.url, "D") as d:
+        with engine(server.url, "P") as p, impatient_engine(server.url, "D") as d:
             p.prefill("r", long, [1, 2, 3, 4, 5, 6, 7])
             p.wait("r", WAIT_S)
             until(lambda: len(server.kept) >= 7)
             assert found_by(d, long) == 28
-            server.delay_s = 0.1  # 0.2 for an answer, in half a second for all
+            server.delay_s = 0.4  # 0.8 s for an answer: 5.6 for all
             begun = time.monotonic()
             assert found_by(d, long) == 0
-            assert time.monotonic() - begun < 1.0
+            assert time.monotonic() - begun < 2 * PATIENCE_S
             begun = time.monotonic()
             assert found_by(d, [1, *long]) == 0
-            assert time.monotonic() - begun < 0.1, "nor is it asked again at once"
+            assert time.monotonic() - begun < PATIENCE_S / 2, "nor is it asked again at once"
             server.delay_s = 0.0
-            impatient(d)
+            some_time_later(d)
             assert found_by(d, long) == 28
 
     def test_a_prompt_s_question_does_not_wait_for_all_that_is_to_be_written(self, server: Server) -> None:
-        with engine(server.url, "P") as p:
+        with impatient_engine(server.url, "P") as p:
             begun_to_write, go = threading.Event(), threading.Event()
             client = client_of(p)
             plain = client.put
 
             async def slow(*args: Any) -> None:
                 begun_to_write.set()
-                go.wait(2.0)
+                go.wait(WAIT_S)
                 await plain(*args)
 
             client.put = slow
@@ -250,14 +255,14 @@ class TestServersThatFail:
             assert begun_to_write.wait(WAIT_S)
             begun = time.monotonic()
             assert found_by(p, [9, *A]) == 0
-            assert time.monotonic() - begun < 1.5
+            assert time.monotonic() - begun < 2 * PATIENCE_S
             go.set()
             until(lambda: len(server.kept) >= 3)
-            impatient(p)
+            some_time_later(p)
             assert found_by(p, [9, *A]) == 0
 
     def test_a_load_that_it_leaves_in_the_middle_fails_and_the_next_is_right(self, server: Server) -> None:
-        with engine(server.url, "P") as p, engine(server.url, "D") as d:
+        with engine(server.url, "P") as p, impatient_engine(server.url, "D") as d:
             kept(p, server, A)
             plain = server._plain.data_store.get
 
@@ -268,10 +273,10 @@ class TestServersThatFail:
             server._plain.data_store.get = get_and_stop
             begun = time.monotonic()
             assert d.load("q", A, {}, [4, 5, 6]) == "failed"
-            assert 0.4 < time.monotonic() - begun < 3.0
+            assert PATIENCE_S - 0.1 < time.monotonic() - begun < 2 * PATIENCE_S
             server._plain.data_store.get = plain
             server.going.set()
-            impatient(d)
+            some_time_later(d)
             assert d.load("again", A, {}, [4, 5, 6]) == "recving"
             assert d.has(A, [4, 5, 6])
 
@@ -279,11 +284,11 @@ class TestServersThatFail:
         needs("lmcache")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        with engine(f"lm://127.0.0.1:{port}", "P") as p:
+        with impatient_engine(f"lm://127.0.0.1:{port}", "P") as p:
             assert found_by(p, A) == 0
             assert "is passed over" in caplog.text
             made = _server_at(port)
-            impatient(p)
+            some_time_later(p)
             kept(p, made, A)
             made.close()
 
@@ -293,7 +298,7 @@ class TestServersThatFail:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=_say, args=(listener, says), daemon=True)
             thread.start()
-            with engine(f"lm://127.0.0.1:{listener.getsockname()[1]}") as p:
+            with impatient_engine(f"lm://127.0.0.1:{listener.getsockname()[1]}") as p:
                 assert found_by(p, A) == 0
                 p.prefill("r", A, [1, 2, 3])
                 assert p.wait("r", WAIT_S) == "sending"

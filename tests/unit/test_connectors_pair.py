@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,12 +221,13 @@ class TestWithdrawal:
         assert other.load("q", B, p.prefill("s", B, [4, 5, 6]), [4, 5, 6]) == "recving"
         plain, silent = Link._let_go, next(iter(d.worker._reader._pullers.values())).link  # type: ignore[attr-defined]
         with monkeypatch.context() as patch:
-            patch.setattr(Link, "_let_go", lambda link: time.sleep(1.5) if link is silent else plain(link))
+            comes_to = threading.Event()
+            patch.setattr(Link, "_let_go", lambda link: comes_to.wait(WAIT_S) if link is silent else plain(link))
             before = p.worker.epoch()
             begun = time.monotonic()
             with pytest.raises(HookError) as caught:
                 p.sleep()
-            assert time.monotonic() - begun < 1.4
+            assert time.monotonic() - begun < WAIT_S / 2
         cause = caught.value.__cause__
         assert isinstance(cause, PeerError)
         assert str(cause).startswith("D (")
@@ -236,7 +238,11 @@ class TestWithdrawal:
         assert p.worker.epoch() not in (before, None)
         assert other.load("q2", A, p.prefill("t", A, [1, 2, 3]), [4, 5, 6]) == "recving"
         assert other.has(A, [4, 5, 6])
-        time.sleep(1.2)  # the silent one comes to
+        comes_to.set()
+        deadline = time.monotonic() + WAIT_S
+        while silent is not None and silent.alive:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert d.load("q2", B, p.prefill("u", B, [1, 2, 3]), [4, 5, 6]) == "recving"
         assert d.has(B, [4, 5, 6])
         assert p.sleep().held_bytes == 0
@@ -246,7 +252,7 @@ class TestWithdrawal:
         p.prefill("r", A, [1, 2, 3])
         begun = time.monotonic()
         p.sleep()
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 4
         assert p.wait("r") == "sending"
 
     def test_a_handshake_with_a_sleeper_is_answered(self, pairs: Pairs, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +261,7 @@ class TestWithdrawal:
         p.sleep()
         begun = time.monotonic()
         assert d.load("q", A, params, [4, 5, 6]) == "failed"
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 4
         assert "AsleepError" in caplog.text
         p.wake()
         assert d.load("q2", B, p.prefill("s", B, [1, 2, 3]), [4, 5, 6]) == "recving"
@@ -267,7 +273,7 @@ class TestWithdrawal:
         assert d.memory.device.stats().live_imports == 0
         begun = time.monotonic()
         assert p.sleep().held_bytes == 0
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 4
         p.wake()
         params = p.prefill("s", B, [1, 2, 3])
         assert d.load("while asleep", B, params, [4, 5, 6]) == "failed"
