@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,14 @@ import torch
 from torpor._native import Device
 from torpor.memory import Memory
 from torpor.testing.driver import nothing_leaks
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is heard here and by what is started. A shell's background job ignores it, and so does all that comes of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

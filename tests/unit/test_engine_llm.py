@@ -22,6 +22,7 @@ from torpor.testing.tokenizers import byte_tokenizer
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a task cannot be asked whether it was cancelled")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("handed_over", [True, False], ids=["while it waits", "before it waits"])
 def test_an_interrupt_while_it_starts_gives_everything_back_first(handed_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the process lives on: an engine whose start is put away half would keep its memory for as long."""

@@ -82,6 +82,7 @@ finally:
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_part_that_hangs_is_stopped_with_what_it_started_and_says_where_it_was(on_gpu: dict[str, Any], tmp_path: Path) -> None:
     began = time.monotonic()
     assert run(on_gpu, tmp_path, CHILD_THAT_HANGS, limit_s=2.0).failure == "stopped after 2 s"

@@ -21,13 +21,14 @@ async def test_requests_that_take_all_connections_make_no_engine_silent(stream: 
         monkeypatch.setattr(Backend, name, lambda *args, plain=plain, name=name: (looks.append(name), plain(*args)))
     engine = FakeEngine("abc")
     engine.hold()
-    waits = {"connect_timeout_s": 0.05, "health_timeout_s": 0.5, "health_interval_s": 0.01, "silence_timeout_s": 0.1}
+    waits = {"connect_timeout_s": 0.5, "health_timeout_s": 5.0, "health_interval_s": 0.01, "silence_timeout_s": 30.0}
     async with live(server_app(engine)) as url:
         app = create_app(RouterConfig(decode=(url,), max_connections=1, **waits))
         router: Router = app.state.router
         async with client_of(app) as client, router.serving(app):
             asked = asyncio.create_task(client.post("/v1/completions", json=completion(stream=stream)))
             while not engine.active:
+                assert not asked.done(), asked.result().text
                 await asyncio.sleep(0.001)
             for get in (client.post("/v1/completions", json=completion(stream=stream)), client.get("/v1/models")):
                 turned_away = await get
@@ -40,5 +41,5 @@ async def test_requests_that_take_all_connections_make_no_engine_silent(stream: 
             assert set(looks) == {"saw_ready"}
             assert (backend.state.value, backend.stats().failures) == ("ready", 0)
             engine.let_go()
-            answer = await asyncio.wait_for(asked, 5)
+            answer = await asyncio.wait_for(asked, 30)
             assert (answer.status_code, "c" in answer.text) == (200, True)

@@ -13,6 +13,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -32,6 +33,7 @@ Prompt: TypeAlias = "str | list[int]"
 Messages: TypeAlias = "list[dict[str, Any]]"
 T = TypeVar("T")
 ENDS_ITSELF_S, PUT_AWAY_S = 1.0, 60.0
+LISTENS_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,7 +276,7 @@ class _LoopThread:
             raise EngineDeadError("the engine was shut down")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return _outcome(future)
         except BaseException:
             future.cancel()
             raise
@@ -282,12 +284,19 @@ class _LoopThread:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_put_away(), self._loop).result()
-        asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
-        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
+        for work in (_put_away, self._loop.shutdown_asyncgens, self._loop.shutdown_default_executor):
+            _outcome(asyncio.run_coroutine_threadsafe(work(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _outcome(future: Future[T]) -> T:
+    """Its result, once it has one. A signal that comes just before CPython begins to wait does not end that wait: without a look
+    now and then a Ctrl-C would be heard when the future is done."""
+    while not wait([future], LISTENS_S).done:
+        pass
+    return future.result()
 
 
 async def _put_away() -> None:
