@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import common
 
 from torpor.connectors import ConnectorConfig
 from torpor.connectors.config import KVRole
+from torpor.demo.fleet import free_port
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import MemoryConfig
 from torpor.testing.kv_engine import KVEngine, missing_package
@@ -63,14 +63,12 @@ def options_of(connector: str, folder: str) -> tuple[str, dict[str, Any]]:
     elif name == "multi":
         extra["connectors"] = [{"kv_connector": "ipc", "kv_connector_extra_config": sockets}, "offload"]
     elif text == "pd":
-        extra["pd_peer"] = ":".join(["127.0.0.1", *map(str, free_ports(2))])
+        extra["pd_peer"] = free_peer()
     return name, extra
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
+def free_peer() -> str:
+    return f"127.0.0.1:{free_port()}:{free_port()}"
 
 
 class Pair:

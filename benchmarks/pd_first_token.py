@@ -20,7 +20,7 @@ from typing import Any
 
 import common
 import httpx
-from connectors import free_ports, installed
+from connectors import free_peer, installed
 
 from torpor.cli.load import LoadConfig, Sample, run_load
 from torpor.demo.fleet import Fleet, Service
@@ -129,7 +129,7 @@ def _flags_of(connector: str) -> list[str]:
     if name == "multi":
         return ["--kv-option", "connectors=ipc,offload"]
     if text == "pd":
-        return ["--kv-option", ":".join(["pd_peer=127.0.0.1", *map(str, free_ports(2))])]
+        return ["--kv-option", f"pd_peer={free_peer()}"]
     return [part for option in text.split(";") if option for part in ("--kv-option", option)]
 
 

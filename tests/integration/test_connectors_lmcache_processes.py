@@ -17,6 +17,7 @@ from kv_child import Child
 from lmcache_pairs import PAIR_ITEMS, free_peer
 
 from torpor.connectors import ConnectorConfig
+from torpor.demo.fleet import free_port
 from torpor.request import GenerationRequest, SamplingParams
 from torpor.testing.connectors import ITEMS, Status, Subject
 from torpor.testing.connectors.stage import workers
@@ -40,8 +41,7 @@ def remote() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """LMCache's own server, and its URL."""
     if missing := missing_package("lmcache"):
         pytest.skip(missing)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
     server = subprocess.Popen([sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)], env=environment)
     deadline = time.monotonic() + WAIT_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from torpor.demo.fleet import free_port
 
 PAIR_ITEMS = [
     "placement",
@@ -23,8 +23,4 @@ PAIR_ITEMS = [
 
 def free_peer() -> str:
     """A ``pd_peer``: this host and two ports that nobody has now."""
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            ports.append(probe.getsockname()[1])
-    return ":".join(["127.0.0.1", *map(str, ports)])
+    return f"127.0.0.1:{free_port()}:{free_port()}"

@@ -18,6 +18,7 @@ from connector_pairs import needs
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.lmcache_chunks import Chunks
 from torpor.connectors.lmcache_engine import Engine
+from torpor.demo.fleet import free_port
 from torpor.errors import ConfigurationError
 from torpor.memory import Memory, MemoryConfig
 from torpor.request import GenerationRequest, SamplingParams
@@ -282,8 +283,7 @@ class TestServersThatFail:
 
     def test_one_that_comes_later_is_used_when_it_is_there(self, caplog: pytest.LogCaptureFixture) -> None:
         needs("lmcache")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         with impatient_engine(f"lm://127.0.0.1:{port}", "P") as p:
             assert found_by(p, A) == 0
             assert "is passed over" in caplog.text

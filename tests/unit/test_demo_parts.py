@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from torpor.demo import fleet
 from torpor.demo.pair import served_name
 from torpor.demo.questions import QUESTIONS
 from torpor.demo.random_model import save_random_8b, save_random_model
@@ -134,3 +136,21 @@ def test_a_demo_that_is_told_to_end_leaves_no_engine_behind(tmp_path: Path) -> N
         assert status == 128 + signal.SIGTERM
     else:
         pytest.fail("its router lived on")
+
+
+def test_a_free_port_is_none_that_a_connection_takes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = tmp_path / "range"
+    taken.write_text("20000\t60999\n")
+    monkeypatch.setattr(fleet, "EPHEMERAL", taken)
+    ports = {fleet.free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert all(10_000 <= port < 20_000 for port in ports)
+
+
+def test_a_free_port_where_connections_may_take_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = tmp_path / "range"
+    everything.write_text("1024\t65535\n")
+    for there in (everything, tmp_path / "none"):
+        monkeypatch.setattr(fleet, "EPHEMERAL", there)
+        with socket.create_server(("127.0.0.1", fleet.free_port())):
+            pass

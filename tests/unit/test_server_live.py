@@ -15,6 +15,7 @@ import openai
 import pytest
 from web_fakes import chat, completion, eventually, live, server_app
 
+from torpor.demo.fleet import free_port
 from torpor.engine.frontend import Frontend
 from torpor.errors import ConfigurationError, EngineDeadError
 from torpor.server import ServerConfig, run_server
@@ -239,9 +240,7 @@ def test_a_signal_while_the_model_loads_ends_the_load() -> None:
 
 
 def test_an_error_at_the_start_is_raised_and_the_port_is_free_again() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     async def start() -> Frontend:
         raise ConfigurationError("no such model", setting="MODEL", value="x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -14,16 +16,24 @@ from types import TracebackType
 
 import httpx
 
-from torpor.errors import EngineDeadError, PeerError
+from torpor.errors import BugError, EngineDeadError, PeerError
 
 Say = Callable[[str], None]
 STOP_S = 20.0
 
 
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """One that nobody listens at, for a process that is started later, or again. Where it can be, outside the range from which
+    the kernel takes ports for connections: one of those would have it meanwhile."""
+    low = int(EPHEMERAL.read_text(encoding="ascii").split()[0]) if EPHEMERAL.exists() else 0
+    for port in [*random.SystemRandom().sample(range(10_000, low), 20), 0] if low > 10_100 else [0]:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return int(s.getsockname()[1])
+    raise BugError("no port of 127.0.0.1 can be bound")
 
 
 @dataclass
