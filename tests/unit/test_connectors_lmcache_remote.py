@@ -248,7 +248,7 @@ class TestServersThatFail:
 
             async def slow(*args: Any) -> None:
                 begun_to_write.set()
-                go.wait(WAIT_S)
+                go.wait(4 * PATIENCE_S)
                 await plain(*args)
 
             client.put = slow

@@ -43,7 +43,9 @@ def shown(report: Report) -> str:
 
 
 def caught_by(mutant: Mutant, items: list[str] | None) -> list[str]:
-    return [outcome.item for outcome in check_connector(Subject.of(mutant.kind, extra=mutant.extra), items=items).failed]
+    failed = check_connector(Subject.of(mutant.kind, extra=mutant.extra), items=items).failed
+    assert all(mutant.says in outcome.reason for outcome in failed if outcome.item == mutant.item), failed
+    return [outcome.item for outcome in failed]
 
 
 class TestSound:
