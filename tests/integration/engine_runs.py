@@ -1,18 +1,14 @@
-"""What the engine's integration tests share: requests, and the models of the unit tests."""
+"""What the engine's integration tests share: an engine that runs, and requests to it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from torpor.engine.client import AsyncEngineClient
 from torpor.engine.config import EngineConfig
 from torpor.request import EngineOutput, GenerationRequest, SamplingParams
-
-sys.path.append(str(Path(__file__).parent.parent / "unit"))
 
 START_S = 90.0
 

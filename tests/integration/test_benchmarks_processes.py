@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import engine_runs  # finds the unit tests' models
+import engine_runs
 import pytest
 from engine_models import save_model
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import engine_runs  # finds the unit tests' models
+import engine_runs
 import psutil
 import pytest
 import pytest_asyncio

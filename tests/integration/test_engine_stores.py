@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import engine_runs  # finds the unit tests' models
+import engine_runs
 import pytest
 from engine_models import save_model, tiny_engine
 
