@@ -24,7 +24,7 @@ import common
 
 from torpor.connectors import ConnectorConfig
 from torpor.connectors.config import KVRole
-from torpor.demo.fleet import free_port
+from torpor.demo.fleet import free_ports
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import MemoryConfig
 from torpor.testing.kv_engine import KVEngine, missing_package
@@ -68,7 +68,7 @@ def options_of(connector: str, folder: str) -> tuple[str, dict[str, Any]]:
 
 
 def free_peer() -> str:
-    return f"127.0.0.1:{free_port()}:{free_port()}"
+    return ":".join(["127.0.0.1", *map(str, free_ports(2))])
 
 
 class Pair:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from engine_models import tiny_engine
 from footprint import Footprint, measure, observe
 from moves import Mover
+from runs import CYCLE_S, Run
 from texts import End, Text, ask, make_texts, with_answers
 
 from torpor.connectors.config import ConnectorConfig
@@ -21,7 +21,6 @@ from torpor.engine.client import InprocEngineClient
 from torpor.router.bodies import PREFILL_PARAMS
 
 START_S = 90.0
-CYCLE_S = 60.0
 TEXTS = 12
 CLIENTS = 4
 RETRY_S = 0.005
@@ -45,13 +44,10 @@ async def endure(
         return figures
 
 
-class LoadedPair:
+class LoadedPair(Run):
     def __init__(self, prefill: InprocEngineClient, decode: InprocEngineClient, seed: int, say: Callable[[str], None]) -> None:
         rng = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self._seed = seed
-        self._say = say
-        self._cycle = 0
+        super().__init__(seed, say)
         self._prefill = prefill
         self._decode = decode
         self._rng = rng
@@ -75,17 +71,9 @@ class LoadedPair:
         self._stopping = True
         await asyncio.wait_for(asyncio.gather(*self._load), CYCLE_S)
 
-    async def run_to(self, mark: int) -> Footprint:
+    async def run_cycles(self, mark: int) -> None:
         async with self.under_load():
-            while self._cycle < mark:
-                self._cycle += 1
-                try:
-                    await asyncio.wait_for(self.cycle(), CYCLE_S)
-                except (AssertionError, asyncio.TimeoutError) as error:
-                    raise AssertionError(f"cycle {self._cycle} of seed {self._seed}: {error or 'it hangs'}") from error
-        footprint = await self.look(mark)
-        self._say(str(footprint))
-        return footprint
+            await super().run_cycles(mark)
 
     async def cycle(self) -> None:
         """One or both sleep and wake, in any order; the load never stops."""

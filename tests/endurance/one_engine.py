@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from engine_models import tiny_engine
 from footprint import Footprint, measure, observe
 from moves import Mover
+from runs import Run
 from texts import End, ask, make_texts, with_answers
 
 from torpor.engine.base import EngineState
 from torpor.engine.client import InprocEngineClient
 
 START_S = 90.0
-CYCLE_S = 60.0  # none of them takes a second
 TEXTS = 14
 
 
@@ -34,13 +33,10 @@ async def endure(folder: Path, cycles: int, seed: int, say: Callable[[str], None
         await client.shutdown()
 
 
-class OneEngine:
+class OneEngine(Run):
     def __init__(self, client: InprocEngineClient, seed: int, say: Callable[[str], None]) -> None:
         rng = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self._seed = seed
-        self._say = say
-        self._cycle = 0
+        super().__init__(seed, say)
         self._client = client
         self._rng = rng
         self._texts = make_texts(rng, TEXTS)
@@ -48,17 +44,6 @@ class OneEngine:
 
     async def prepare(self) -> None:
         self._texts = await with_answers(self._client, self._texts)
-
-    async def run_to(self, mark: int) -> Footprint:
-        while self._cycle < mark:
-            self._cycle += 1
-            try:
-                await asyncio.wait_for(self.cycle(), CYCLE_S)
-            except (AssertionError, asyncio.TimeoutError) as error:
-                raise AssertionError(f"cycle {self._cycle} of seed {self._seed}: {error or 'it hangs'}") from error
-        footprint = await self.look(mark)
-        self._say(str(footprint))
-        return footprint
 
     async def cycle(self) -> None:
         """Requests before, in and after a sleep; at the end the engine is awake and idle."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torpor.demo.fleet import free_port
+from torpor.demo.fleet import free_ports
 
 PAIR_ITEMS = [
     "placement",
@@ -23,4 +23,4 @@ PAIR_ITEMS = [
 
 def free_peer() -> str:
     """A ``pd_peer``: this host and two ports that nobody has now."""
-    return f"127.0.0.1:{free_port()}:{free_port()}"
+    return ":".join(["127.0.0.1", *map(str, free_ports(2))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import signal
@@ -23,14 +24,17 @@ from torpor.testing.tokenizers import byte_tokenizer
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a task cannot be asked whether it was cancelled")
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("handed_over", [True, False], ids=["while it waits", "before it waits"])
-def test_an_interrupt_while_it_starts_gives_everything_back_first(handed_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["while it waits", "as it begins to wait", "before it waits"])
+def test_an_interrupt_while_it_starts_gives_everything_back_first(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the process lives on: an engine whose start is put away half would keep its memory for as long."""
     ended: list[str] = []
 
     async def start(*args: Any) -> Any:
-        if handed_over:
+        if when == "while it waits":
             os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C reaches the main thread, which waits for us
+        elif when == "as it begins to wait":
+            await asyncio.sleep(0.2)
+            _thread.interrupt_main()  # ends no wait: so it is with a signal that comes just before one
         try:
             await asyncio.sleep(3600)
         finally:
@@ -45,7 +49,7 @@ def test_an_interrupt_while_it_starts_gives_everything_back_first(handed_over: b
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm_module, "_start_client", start)
-    if not handed_over:
+    if when == "before it waits":
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         LLM("fake")

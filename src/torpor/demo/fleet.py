@@ -16,24 +16,33 @@ from types import TracebackType
 
 import httpx
 
-from torpor.errors import BugError, EngineDeadError, PeerError
+from torpor.errors import EngineDeadError, PeerError
 
 Say = Callable[[str], None]
 STOP_S = 20.0
-
-
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 10_000
 
 
 def free_port() -> int:
-    """One that nobody listens at, for a process that is started later, or again. Where it can be, outside the range from which
-    the kernel takes ports for connections: one of those would have it meanwhile."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """That nobody listens at, for processes that are started later, or again. Where it can be, outside the range from which the
+    kernel takes ports for connections: one of those would have them meanwhile."""
+    with contextlib.ExitStack() as held:
+        return [_bind_somewhere(held.enter_context(socket.socket())) for _ in range(count)]
+
+
+def _bind_somewhere(sock: socket.socket) -> int:
     low = int(EPHEMERAL.read_text(encoding="ascii").split()[0]) if EPHEMERAL.exists() else 0
-    for port in [*random.SystemRandom().sample(range(10_000, low), 20), 0] if low > 10_100 else [0]:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return int(s.getsockname()[1])
-    raise BugError("no port of 127.0.0.1 can be bound")
+    for _ in range(20 if low > FIRST_PORT else 0):
+        with contextlib.suppress(OSError):  # somebody has it
+            sock.bind(("127.0.0.1", random.SystemRandom().randrange(FIRST_PORT, low)))
+            return int(sock.getsockname()[1])
+    sock.bind(("127.0.0.1", 0))
+    return int(sock.getsockname()[1])
 
 
 @dataclass

@@ -88,8 +88,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _penalise(scores: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> None:
-    """Repetition over prompt and output, then frequency and presence over the output, then what min_tokens forbids. In place; two
-    copies to the device and a few kernels, however many rows there are."""
+    """Repetition over prompt and output, then frequency and presence over the output, then what min_tokens forbids. In place; as
+    many copies to the device and kernels for all rows as for one."""
     repeated, counted = [], []
     for index, sequence in enumerate(sequences):
         p = sequence.sampling
