@@ -291,7 +291,7 @@ def _image_table(images: Sequence[ChunkImage], chunk_bytes: int) -> ctypes.Array
             array = getattr(image, name)
             if array.size != count or not array.flags.c_contiguous:
                 raise ConfigurationError(f"{array.size} values for {count} chunks, or not contiguous", setting=name)
-            setattr(entry, name, array.ctypes.data)
+            setattr(entry, name, array.__array_interface__["data"][0])
         entry.device_address, entry.host_address, entry.bytes = image.device_address, image.host_address, image.nbytes
     return table
 

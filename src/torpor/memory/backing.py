@@ -70,7 +70,8 @@ class Backing:
 
     def place_images(self, segments: Sequence[Segment]) -> None:
         """Addresses for images, without memory. HostMemoryError where the limit forbids them."""
-        self._require_limit(sum(self._missing_bytes(s) for s in segments))
+        if self._limit_bytes is not None:
+            self._require_limit(sum(self._missing_bytes(s) for s in segments))
         for segment in segments:
             if segment.image is None:
                 segment.image = self._new_image(segment.nbytes)

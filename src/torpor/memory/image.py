@@ -47,7 +47,8 @@ class Image:
         return byte_runs(mask, self.chunk_bytes, self.nbytes)
 
     def bytes_in(self, mask: Mask) -> int:
-        return sum(size for _, size in self.byte_runs(mask))
+        missing = len(mask) * self.chunk_bytes - self.nbytes  # of the last chunk
+        return int(np.count_nonzero(mask)) * self.chunk_bytes - (missing if len(mask) and mask[-1] else 0)
 
     @property
     def committed_bytes(self) -> int:

@@ -230,8 +230,9 @@ def _place_of(tensor: torch.Tensor, pools: Sequence[Pool]) -> _Place:
     if not tensor.is_contiguous():
         raise ConfigurationError("a tensor to load is not contiguous", setting="tensors", value=str(tuple(tensor.shape)))
     pool, segment = found
-    if pool.residency is not Residency.RESIDENT or pool.content is Content.ON_HOST:
-        raise StateError(f"tag {pool.tag!r} is {pool.residency.value}: wake([{pool.tag!r}]) first", state=pool.residency.value)
+    residency, content = pool.state
+    if residency is not Residency.RESIDENT or content is Content.ON_HOST:
+        raise StateError(f"tag {pool.tag!r} is {residency.value}: wake([{pool.tag!r}]) first", state=residency.value)
     return _Place(tensor, segment, address - segment.address)
 
 

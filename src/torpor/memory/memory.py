@@ -136,7 +136,7 @@ class Memory:
         """The owner has filled a tag that was lost. StateError while it is not resident."""
         with self._shared.structure():
             pool = self._pool_named(tag)
-            residency, content = pool.residency, pool.content
+            residency, content = pool.state
             if residency is not Residency.RESIDENT or content is Content.ON_HOST:
                 raise StateError(f"tag {tag!r} is {residency.value}: wake([{tag!r}]) first", state=residency.value, tag=tag)
             pool.lost = False
@@ -188,9 +188,10 @@ class Memory:
         """
         with self._shared.transaction("sharing of images"):
             pool = self._pool_named(tag)
-            if pool.residency is not Residency.RESIDENT or pool.content is not Content.VALID:
-                message = f"tag {tag!r} is {pool.residency.value}, its content {pool.content.value}: fill or wake it first"
-                raise StateError(message, state=pool.residency.value, tag=tag)
+            residency, content = pool.state
+            if residency is not Residency.RESIDENT or content is not Content.VALID:
+                message = f"tag {tag!r} is {residency.value}, its content {content.value}: fill or wake it first"
+                raise StateError(message, state=residency.value, tag=tag)
             return share_pool(self._shared, pool)
 
     @contextlib.contextmanager

@@ -47,11 +47,31 @@ class Pool:
 
     @property
     def residency(self) -> Residency:
-        return self._state()[0]
+        return self.state[0]
 
     @property
     def content(self) -> Content:
-        return self._state()[1]
+        return self.state[1]
+
+    @property
+    def state(self) -> tuple[Residency, Content]:
+        """Both at one look, which asks the native core about every region."""
+        with self._shared.view:
+            # Torch frees at any time: a region that is seen without memory for that reason is known to be dying afterwards.
+            seen = {s: s.mapped for s in self.segments}
+            self._look()
+            living = [s for s in self.segments if not s.dying]
+            mapped = [seen.get(s, True) for s in living]
+            stale = any(s.stale for s in living)
+        if not mapped:
+            residency = Residency.ASLEEP if self.slept else Residency.RESIDENT
+        elif all(mapped):
+            residency = Residency.RESIDENT
+        else:
+            residency = Residency.PARTIAL if any(mapped) else Residency.ASLEEP
+        if self.lost:
+            return residency, Content.LOST
+        return residency, Content.VALID if residency is Residency.RESIDENT and not stale else Content.ON_HOST
 
     def empty(self, shape: tensors.Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised contiguous tensor in this pool, 256-byte aligned. Its address never changes (M1); the memory is taken
@@ -149,7 +169,7 @@ class Pool:
             self._look()
             segments = self.segments
             resident = sum(s.nbytes for s in segments if s.mapped)
-        residency, content = self._state()
+        residency, content = self.state
         return TagStats(
             tag=self.tag,
             residency=residency,
@@ -204,24 +224,6 @@ class Pool:
             segment.region.destroy()
             self.segments = tuple(s for s in self.segments if s is not segment)
 
-    def _state(self) -> tuple[Residency, Content]:
-        with self._shared.view:
-            # Torch frees at any time: a region that is seen without memory for that reason is known to be dying afterwards.
-            seen = {s: s.mapped for s in self.segments}
-            self._look()
-            living = [s for s in self.segments if not s.dying]
-            mapped = [seen.get(s, True) for s in living]
-            stale = any(s.stale for s in living)
-        if not mapped:
-            residency = Residency.ASLEEP if self.slept else Residency.RESIDENT
-        elif all(mapped):
-            residency = Residency.RESIDENT
-        else:
-            residency = Residency.PARTIAL if any(mapped) else Residency.ASLEEP
-        if self.lost:
-            return residency, Content.LOST
-        return residency, Content.VALID if residency is Residency.RESIDENT and not stale else Content.ON_HOST
-
     # ---- memory of torch, under the memory's lock ---------------------------------------------------------------------------
 
     def require_nobody_inside(self) -> None:
@@ -274,11 +276,11 @@ class Pool:
         return not any(s.shared and s.layout.empty and not s.dying for s in self.segments if s is not segment)
 
     def _growable(self) -> bool:
-        residency, content = self._state()
+        residency, content = self.state
         return residency is Residency.RESIDENT and content is not Content.ON_HOST
 
     def _require_growable(self) -> None:
-        residency, content = self._state()
+        residency, content = self.state
         if residency is not Residency.RESIDENT or content is Content.ON_HOST:
             state = f"pool {self.tag!r} is {residency.value}, its content {content.value}"
             raise StateError(f"{state}: call wake([{self.tag!r}]) before allocating in it", state=residency.value, tag=self.tag)

@@ -40,7 +40,7 @@ class Move:
 
 def plan_move(pool: Pool, policy: Policy) -> Move:
     """StateError when ``policy`` wants content kept that is lost already."""
-    residency, content = pool.residency, pool.content
+    residency, content = pool.state
     if policy == "keep":
         return Move(pool, policy, Step.NOTHING)
     if policy == "host" and content is Content.LOST:

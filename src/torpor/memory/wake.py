@@ -30,7 +30,7 @@ class Rise:
 
 
 def plan_rise(pool: Pool) -> Rise:
-    residency, content = pool.residency, pool.content
+    residency, content = pool.state
     to_restore = [] if content is Content.LOST else [s for s in pool.segments if s.stale]
     noop = residency is Residency.RESIDENT and not to_restore
     return Rise(pool, pool.unmapped_segments(), to_restore, noop)
