@@ -74,7 +74,8 @@ class RememberingTransport(PinnedTransport):
     def attach(self, *args: Any) -> RemoteMemory:
         remote = super().attach(*args)
         assert isinstance(remote, PinnedRemote)
-        plain, registration = remote._at, tuple(id(region) for region in remote._regions)
+        # The regions themselves, which the keys keep: a later registration can have the id of one that is gone.
+        plain, registration = remote._at, tuple(remote._regions)
 
         def at(address: int, nbytes: int) -> bytes:
             found = self.stale.get((registration, address)) or plain(address, nbytes)
