@@ -41,13 +41,15 @@ class Part:
         return self.patience * (2 * self.takes_s + 15)
 
 
-BENCHMARKS_S = {"sleep": 130, "peers": 69, "engine": 90, "shared_images": 62, "attention": 19, "transfer": 36}
+BENCHMARKS_S = {"sleep": 130, "peers": 85, "engine": 90, "shared_images": 62, "attention": 19, "transfer": 36, "start": 150}
 """In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
+QUICK_S = {"sleep": 25, "peers": 75, "engine": 66, "shared_images": 22, "attention": 12, "transfer": 22, "start": 52}
+"""With ``--quick``, beside the tests. Of some the start of processes is most, which is not shorter then."""
 ON_REQUEST = {"wake_orders", "pair", "tests:lmcache"}  # explain a choice, take long, or need LMCache; run when they are named
 WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
 COLD_BENCHMARKS = {"engine"}  # measures a first start
 OTHER_S = 60.0  # of a benchmark, or a test file, that is named nowhere here
-QUICK_SHARE = 0.5
+QUICK_SHARE = 0.5  # of a benchmark that QUICK_S does not name
 
 ALONE = "alone"
 """Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
@@ -66,7 +68,7 @@ SHARED_TESTS_S = {
 OTHER_TESTS_S = {
     "lmcache": 120,
     "demo": 60,
-    "conformance": 58,
+    "conformance": 125,
     "shared_images": 48,
     "connectors_bytes": 27,
     "kit": 15,
@@ -83,21 +85,20 @@ def all_parts(out: Path, model: str, *, quick: bool, slow: bool, gpus: int = 1, 
     """In the order they are begun. ``slow``: with the slow tests, which have no limit but ``minutes``."""
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
     patience = max(1.0, minutes / PATIENT_MINUTES) * (100.0 if slow else 1.0)
-    benchmarks = benchmark_parts(flags)
+    benchmarks = benchmark_parts(flags, quick)
     measured = [part for part in benchmarks if part.use is Use.MEASURED]
     whole = [part for part in benchmarks if part.use is Use.WHOLE]
     parts = [*whole, *measured, *demo_parts(model, flags), *test_parts(slow, gpus)]
-    share = QUICK_SHARE if quick else 1.0
-    return [_scaled(part, share if part.benchmark else 1.0, patience) for part in parts]
+    return [replace(part, patience=patience) for part in parts]
 
 
-def benchmark_parts(flags: tuple[str, ...]) -> list[Part]:
+def benchmark_parts(flags: tuple[str, ...], quick: bool) -> list[Part]:
     names = sorted((path.stem.removeprefix("gpu_") for path in (ROOT / "benchmarks").glob("gpu_*.py")), key=_rank)
     return [
         Part(
             name,
             (f"benchmarks/gpu_{name}.py", *flags),
-            BENCHMARKS_S.get(name, OTHER_S),
+            _benchmark_s(name, quick),
             Use.WHOLE if name in WHOLE_BENCHMARKS else Use.MEASURED,
             f"gpu_{name}",
             cold=name in COLD_BENCHMARKS,
@@ -143,8 +144,9 @@ def _tests(name: str, marks: str, files: Sequence[str], takes_s: float, use: Use
     return Part(f"tests:{name}", (*pytest, *shown, "-m", marks, *files), takes_s, use, environment=TEST_THREADS)
 
 
-def _scaled(part: Part, share: float, patience: float) -> Part:
-    return replace(part, takes_s=share * part.takes_s, patience=patience)
+def _benchmark_s(name: str, quick: bool) -> float:
+    seconds = BENCHMARKS_S.get(name, OTHER_S)
+    return QUICK_S.get(name, QUICK_SHARE * seconds) if quick else seconds
 
 
 def chosen(parts: Sequence[Part], only: str) -> list[Part]:
