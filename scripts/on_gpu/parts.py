@@ -54,12 +54,14 @@ QUICK_SHARE = 0.5  # of a benchmark that QUICK_S does not name
 ALONE = "alone"
 """Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
 SHARED_TESTS_S = {
+    "conformance": 125,
     "engine": 75,
     "attention": 78,
     "connectors": 70,
     "connectors_sleep": 22,
     "connectors_late": 20,
     "memory_faults": 66,
+    "shared_images": 48,
     "memory": 22,
     "torch_processes": 22,
     "torch_pool": 12,
@@ -68,8 +70,6 @@ SHARED_TESTS_S = {
 OTHER_TESTS_S = {
     "lmcache": 120,
     "demo": 60,
-    "conformance": 125,
-    "shared_images": 48,
     "connectors_bytes": 27,
     "kit": 15,
     "memory_neighbours": 11,

@@ -228,7 +228,7 @@ def all_parts(on_gpu: dict[str, Any], gpus: int, **more: Any) -> list[Any]:
     return list(parts.chosen(parts.all_parts(Path("out"), "random", gpus=gpus, **given), ""))
 
 
-@pytest.mark.parametrize(("gpus", "quick", "minutes"), [(2, True, 9), (2, False, 12), (1, True, 13.5)])
+@pytest.mark.parametrize(("gpus", "quick", "minutes"), [(2, True, 9), (2, False, 11.5), (1, True, 11)])
 def test_everything_is_done_in_time(on_gpu: dict[str, Any], gpus: int, quick: bool, minutes: float) -> None:
     """Set-up and the last stop taken off. Nine minutes are for two GPUs and short benchmarks."""
     parts = all_parts(on_gpu, gpus, quick=quick)
