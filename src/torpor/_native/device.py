@@ -94,9 +94,14 @@ class Device(Owned):
         out = ctypes.c_void_p()
         flags = (_EXPORTABLE if exportable else 0) | (_GUARDED if guarded else 0)
         sizes = unsigned("nbytes", nbytes), unsigned("extent_bytes", extent_bytes)
-        call("tp_region_create", self.handle, *sizes, flags, name.encode(), ctypes.byref(out))
-        assert out.value is not None
-        return Region(out.value, name)
+        try:
+            call("tp_region_create", self.handle, *sizes, flags, name.encode(), ctypes.byref(out))
+            assert out.value is not None
+            return Region(out.value, name)
+        except BaseException:
+            if out.value is not None:  # an interrupt is raised when the call is over: the region would be nobody's
+                call("tp_region_destroy", out.value)
+            raise
 
     def unmap(self, regions: Sequence[Region]) -> None:
         """Takes the physical memory of the regions away; those asleep are passed over.

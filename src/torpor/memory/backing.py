@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torpor._native import Arena, Device
-from torpor.errors import BugError, HostMemoryError
+from torpor.errors import BugError, HostMemoryError, TorporError
 from torpor.memory.clock import Waits
 from torpor.memory.config import PAGE_BYTES
 from torpor.memory.image import Image, Lease, image_of, parts_of
@@ -39,6 +39,7 @@ class Backing:
         self._space: FreeList | None = None
         self._leases: set[Lease] = set()
         self._scratch: list[Arena] = []  # more than one only where the driver did not let go
+        self._ahead_bytes = 0  # asked for from the arena's begin on, until ``end_ahead``
         self.committed_bytes = 0
         self.waits = Waits()  # for host memory, by whoever needs it
 
@@ -50,7 +51,7 @@ class Backing:
         if self._arena is not None:
             self._arena.close()
             self._arena = self._space = None
-            self.committed_bytes = 0
+            self.committed_bytes = self._ahead_bytes = 0
             for lease in self._leases:
                 os.close(lease.descriptor)
             self._leases.clear()
@@ -130,10 +131,20 @@ class Backing:
         image = image_of(segment)
         for part in parts_of(self.missing(segment), COMMIT_CHUNKS):
             [(offset, size)] = image.byte_runs(part)
-            self._arena_memory().commit(image.offset + offset, size, self._threads)
+            self._commit(image.offset + offset, size)
             image.committed |= part
             self.committed_bytes += size
             on_part(segment, part)
+
+    def _commit(self, offset: int, size: int) -> None:
+        self._end_ahead_at_limit(offset, size)
+        try:
+            self._arena_memory().commit(offset, size, self._threads)
+        except TorporError:
+            raise
+        except BaseException:  # an interrupt is raised when the call is over: its memory would be nobody's
+            self._arena_memory().decommit(offset, size)
+            raise
 
     def give_back(self, parts: Iterable[tuple[Segment, Mask]]) -> None:
         for segment, part in parts:
@@ -149,14 +160,24 @@ class Backing:
         image.valid &= ~mask
         for part in parts_of(mask):
             [(offset, size)] = image.byte_runs(part)
-            self._arena_memory().decommit(image.offset + offset, size)
-            image.committed &= ~part
-            image.shared &= ~part
-            self.committed_bytes -= size
+            try:
+                self._arena_memory().decommit(image.offset + offset, size)
+            except TorporError:
+                raise
+            except BaseException:  # an interrupt is raised when the call is over, or before it: once more does no harm
+                self._arena_memory().decommit(image.offset + offset, size)
+                self._count_out(image, part, size)
+                raise
+            self._count_out(image, part, size)
         for lease in [x for x in image.leases if not image.shared[x.start : x.stop].any()]:
             image.leases.remove(lease)
             self._leases.remove(lease)
             os.close(lease.descriptor)
+
+    def _count_out(self, image: Image, part: Mask, size: int) -> None:
+        image.committed &= ~part
+        image.shared &= ~part
+        self.committed_bytes -= size
 
     def _missing_bytes(self, segment: Segment) -> int:
         live = segment.live(self._chunk_bytes)
@@ -186,16 +207,25 @@ class Backing:
             if nbytes > space.nbytes:
                 raise HostMemoryError(f"no room for {nbytes} bytes of images", bytes_needed=nbytes, bytes_free=0)
             self._arena_memory().commit_ahead(0, nbytes, COMMIT_CHUNKS * self._chunk_bytes, min(AHEAD_THREADS, self._threads))
+            self._ahead_bytes = nbytes
         except BaseException:
             self._arena_memory().close()
             self._arena = None
             raise
         self._space = space
 
+    def _end_ahead_at_limit(self, offset: int, size: int) -> None:
+        """What is taken ahead counts: where memory that lies elsewhere would pass the limit together with it, it goes first."""
+        limit, ahead = self._limit_bytes, self._ahead_bytes
+        elsewhere = ahead and offset + size > ahead
+        if limit is not None and elsewhere and self.committed_bytes + size + self._device.stats().spare_bytes > limit:
+            self.end_ahead()
+
     def end_ahead(self) -> AheadReport:
         """What no image has needed by now is given back."""
         if self._arena is None:
             return AheadReport(taken_bytes=0, seconds=0.0, unused_bytes=0, waited_s=self.waits.seconds)
+        self._ahead_bytes = 0
         unused = self._arena.end_ahead()
         found = self._arena.ahead()
         return AheadReport(
@@ -216,7 +246,11 @@ class Backing:
             for part in parts_of(mask):
                 [(offset, size)] = image.byte_runs(part)
                 place = image.offset + offset, size
-                self._arena_memory().adopt(*place, descriptor, offset - file_offset, self._threads)
+                try:
+                    self._arena_memory().adopt(*place, descriptor, offset - file_offset, self._threads)
+                except BaseException:  # after an interrupt the file may be there, which nobody can write to
+                    self._arena_memory().decommit(*place)
+                    raise
                 image.committed |= part
                 self.committed_bytes += size
         except BaseException:

@@ -84,7 +84,8 @@ def _held_by_others(
     unseen = [g for g in ledger.grants(trace.tag, trace.mapping) if not _can_be_seen(g.pid, has_inodes=bool(mine))]
     if unseen and exported:
         holders += [Holder(who=f"{grant}, which cannot be looked into", bytes=exported) for grant in unseen]
-        total = exported
+        others = {inode for s, pieces in trace.extents.items() if s in gone - trace.exported for inode, _ in pieces}
+        total = exported + sum(sizes[i] for i in held & others)
     return total, holders
 
 

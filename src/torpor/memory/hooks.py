@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,23 +37,31 @@ class Hooks:
     def __init__(self) -> None:
         self._hooks: list[Hook] = []  # oldest first; replaced, never changed, so readers need no lock
         self._away: frozenset[Hook] = frozenset()  # let go, or failed to come back; likewise
+        self._changing = threading.Lock()  # while one of the two is replaced; no hook runs with it
         self._orders = itertools.count()
         self.seconds_of: dict[str, float] = {}  # by name, of the last ``release`` or ``restore``
 
     def register(self, tag: str, before: HookFunction | None, after: HookFunction | None, name: str) -> Callable[[], None]:
         """The returned function unregisters; calling it again does nothing."""
         hook = Hook(tag, name or _name_of(before or after), next(self._orders), before, after)
-        self._hooks = [*self._hooks, hook]
+        with self._changing:
+            self._hooks = [*self._hooks, hook]
 
         def unregister() -> None:
-            self._hooks = [h for h in self._hooks if h is not hook]
-            self._away -= {hook}
+            with self._changing:
+                self._hooks = [h for h in self._hooks if h is not hook]
+                self._away -= {hook}
 
         return unregister
 
     def clear(self) -> None:
-        self._hooks = []
-        self._away = frozenset()
+        with self._changing:
+            self._hooks = []
+            self._away = frozenset()
+
+    def _note(self, hook: Hook, *, away: bool) -> None:
+        with self._changing:
+            self._away = self._away | {hook} if away else self._away - {hook}
 
     def count(self, tag: str) -> int:
         return sum(h.tag == tag for h in self._hooks)
@@ -78,7 +87,7 @@ class Hooks:
                     raise
                 raise _error(HookFailure(hook, error), "before_unmap", "nothing was unmapped", undo_failures=failures) from error
             ran.append(hook)
-            self._away |= {hook}
+            self._note(hook, away=True)
         return ran
 
     def undo(self, released: list[Hook]) -> tuple[str, ...]:
@@ -96,9 +105,9 @@ class Hooks:
         for hook in list(hooks):
             try:
                 self._timed(hook, hook.after_map)
-                self._away -= {hook}
+                self._note(hook, away=False)
             except Exception as error:
-                self._away |= {hook}
+                self._note(hook, away=True)
                 failures.append(HookFailure(hook, error))
         return failures
 
@@ -114,7 +123,7 @@ class Hooks:
     def _own_failures(self, hook: Hook, error: BaseException) -> tuple[str, ...]:
         found = tuple(error.fields.get("undo_failures", ())) if isinstance(error, TorporError) else ()
         if found:
-            self._away |= {hook}
+            self._note(hook, away=True)
         return tuple(f"{hook.name}: {text}" for text in found)
 
 

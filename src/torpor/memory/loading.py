@@ -47,7 +47,7 @@ class Staging:
         self.tensors = tensors  # like those asked for, over their bytes in the images; only those that are ready have memory
 
     def ready(self, index: int) -> None:
-        """Blocks until tensor ``index`` can be written. HostMemoryError, DeviceError: it never will."""
+        """Blocks until tensor ``index`` can be written. HostMemoryError, DeviceError: it never will. StateError after the end."""
         self._loading.wait_for(index)
 
     def written(self, index: int) -> None:
@@ -73,6 +73,7 @@ class Loading:
         self._taken: list[tuple[Segment, Mask]] = []
         self._taking: Future[None] | None = None
         self._sending: list[Future[None]] = []
+        self._closed = False
         self._taker, self._sender = ThreadPoolExecutor(1, "torpor-take"), ThreadPoolExecutor(1, "torpor-send")
 
     def begin(self) -> Staging:
@@ -113,6 +114,9 @@ class Loading:
 
     def close(self) -> None:
         """Nothing goes on any more."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
         for sent in self._sending:
             sent.cancel()
         self._taker.shutdown()
@@ -125,23 +129,31 @@ class Loading:
 
     # ---- steps, on any thread -----------------------------------------------------------------------------------------------
 
+    def require_open(self) -> None:
+        if self._closed:
+            raise StateError("the load has ended: what it lent must not be written any more", state="closed")
+
     def wait_for(self, index: int) -> None:
+        self.require_open()
         place = self._places.get(index)
         if place is None:
             return
-        assert self._taking is not None
+        taking = self._taking
+        assert taking is not None
         chunks = slice(*self._chunk_range(place))
         missing = self._missing[place.segment][chunks]
         if not missing.any():
             return
         with self._shared.backing.waits, self._state:
             while missing.any():
-                if self._taking.done():
-                    _raise_from(self._taking)
+                self.require_open()
+                if taking.done():
+                    _raise_from(taking)
                 self._state.wait(0.05)
 
     def note_written(self, index: int) -> None:
         with self._state:
+            self.require_open()
             if index not in self._unwritten:
                 return
             self._unwritten.remove(index)

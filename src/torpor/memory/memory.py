@@ -151,6 +151,7 @@ class Memory:
         ``sleep``; HostMemoryError: nothing was taken.
         """
         with self._shared.structure():
+            self._shared.require_no_copies("prepare_images")
             before = self._shared.backing.committed_bytes
             hosts = [move.pool for move in self._moves(policies) if move.policy == "host"]
             segments = [s for pool in hosts for s in pool.mapped_segments() if not s.stale]
@@ -170,11 +171,13 @@ class Memory:
         if nbytes <= 0:
             raise ConfigurationError(f"cannot take {nbytes} bytes: must be more than 0", setting="nbytes", value=nbytes)
         with self._shared.structure():
+            self._shared.require_no_copies("take_ahead")
             self._shared.backing.take_ahead(nbytes)
 
     def end_ahead(self) -> AheadReport:
         """Nothing is taken ahead any more. Blocks for the parts that are under way. Idempotent."""
         with self._shared.structure():
+            self._shared.require_no_copies("end_ahead")
             return self._shared.backing.end_ahead()
 
     def share_images(self, tag: str) -> SharingReport:
@@ -236,6 +239,7 @@ class Memory:
     def release_images(self, tag: str) -> int:
         """Gives back the host memory of images that a resident tag retains; the bytes. StateError while they are the content."""
         with self._shared.structure():
+            self._shared.require_no_copies("release_images")
             pool = self._pool_named(tag)
             if pool.content is Content.ON_HOST:
                 raise StateError(f"the images of tag {tag!r} are its content: wake([{tag!r}]) first", state=pool.residency.value)

@@ -84,6 +84,7 @@ class Pool:
         if nbytes == 0:
             return tensors.empty_nowhere(sizes, kind, self._shared.torch_ordinal)
         with self._shared.structure():
+            self._shared.require_no_load("empty")
             self._require_growable()
             segment, offset = self._place(nbytes)
             died = functools.partial(self._shared.deaths.tell, segment, offset)
@@ -98,6 +99,7 @@ class Pool:
         if nbytes <= 0:
             raise ConfigurationError(f"cannot reserve {nbytes} bytes: must be more than 0", setting="nbytes", value=nbytes)
         with self._shared.structure():
+            self._shared.require_no_load("reserve")
             self._require_growable()
             self._grow(nbytes, shared=True)
 
@@ -112,6 +114,7 @@ class Pool:
         driver and where torch has no CUDA: use ``empty``.
         """
         with self._shared.structure():
+            self._shared.require_no_load("with pool")
             self._require_growable()
             torch = self._torch_memory()
             torch.mempools.enter(torch.refusals())
@@ -137,6 +140,7 @@ class Pool:
         Errors are those of entering.
         """
         with self._shared.structure():
+            self._shared.require_no_load("graph_memory")
             self._require_growable()
             torch = self._torch_memory()
             pool_id = torch.mempools.begin_capture()
@@ -208,7 +212,9 @@ class Pool:
 
     def bury(self) -> None:
         """Destroys regions that died. One that the driver will not let go stays in the pool, counted in its bytes but not in its
-        state, until a later call."""
+        state, until a later call. So does what copies beside hooks of a wake may be using."""
+        if self._shared.copying:
+            return
         with self._shared.view:
             self._look()
         for segment in [s for s in self.segments if s.dying and not (s.by_torch and self._shared.captures)]:
@@ -221,8 +227,11 @@ class Pool:
         if segment.by_torch and segment.mapped:
             self._shared.device.synchronize()  # torch frees what kernels may still use
         with self._shared.view:
-            segment.region.destroy()
-            self.segments = tuple(s for s in self.segments if s is not segment)
+            try:
+                segment.region.destroy()
+            finally:
+                if segment.region.closed:  # an interrupt may come with its end
+                    self.segments = tuple(s for s in self.segments if s is not segment)
 
     # ---- memory of torch, under the memory's lock ---------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Segment:
         self.by_torch = by_torch  # it is one segment of torch's allocator, which alone knows what lies in it
         self.image: Image | None = None
         self.stale = False  # the image is the content, whatever may be mapped
+        self.fresh = False  # it was unmapped, and whatever is mapped since has not been noted
         self.exported = False  # since it was mapped last
         self.dying = False  # empty, and may be half destroyed: it is not used again
         self.note_mapped(pinned_at_map)
@@ -36,6 +37,7 @@ class Segment:
 
     def note_mapped(self, pinned_bytes: int) -> None:
         """Fresh memory: pins (``Shared.unexplained_pins``) and forks of before cannot hold it."""
+        self.fresh = False
         self.pinned_at_map = pinned_bytes
         self.forks_at_map = fork_count()
 

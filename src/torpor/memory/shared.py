@@ -59,7 +59,7 @@ class Shared:
             pinned = pinned_bytes()
         except OSError as error:
             raise DeviceError(f"what is pinned is not known: {error}", operation="pins", code=error.errno or 0) from error
-        return pinned - sum(nbytes for (tag, _), nbytes in self.known_pins.items() if tag not in leaving)
+        return pinned - sum(nbytes for (tag, _), nbytes in tuple(self.known_pins.items()) if tag not in leaving)
 
     @property
     def on_host(self) -> bool:
@@ -132,6 +132,17 @@ class Shared:
         if self._moving is not None:
             moving = self._moving[1]
             raise StateError(f"{what} was called inside a hook of a {moving}: return from the hook first", state=moving)
+
+    def require_no_load(self, what: str) -> None:
+        """StateError inside a load, on whose bytes in the images ``what`` would lie, or which it would take away."""
+        if self._moving is not None and self._moving[1] == "load":
+            raise StateError(f"{what} was called inside a load: leave its block first", state="load")
+
+    def require_no_copies(self, what: str) -> None:
+        """StateError inside a load, and in a hook beside the copies of a wake: they use the images."""
+        self.require_no_load(what)
+        if self.copying:
+            raise StateError(f"{what} was called in a hook beside the copies of a wake: call it after the wake", state="wake")
 
     def require_open(self) -> None:
         if self.closed:

@@ -16,7 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -187,6 +187,7 @@ class Sharing:
             jobs = deque((piece, pool.submit(self._make, piece, slots)) for piece in pieces)
             try:
                 while jobs:
+                    wait([jobs[0][1]])  # while it is still among those that an interrupt closes
                     self._take_made(*jobs.popleft())
             finally:
                 for _, job in jobs:

@@ -65,6 +65,7 @@ class Sleep:
         self._ledger = ledger
         self._moves = moves
         self._phases = Phases()
+        self._pinned = 0  # what is not known to be memory of tags that stay; an unmap changes nothing of it
 
     def run(self) -> SleepReport:
         try:
@@ -84,11 +85,12 @@ class Sleep:
         released, traces = self._prepare(unmaps)
         hooks_s = dict(self._shared.hooks.seconds_of)
         self._unmap(unmaps, released)
-        self._drop_images()
-        with self._phases("account"):
-            unmapped = {m.pool.tag: m.unmapped for m in unmaps}
-            pinned = self._shared.unexplained_pins(unmapped) if self._shared.on_host else 0
-            accounts = account(traces, unmapped, self._ledger, pinned)
+        try:
+            self._drop_images()
+            with self._phases("account"):
+                accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._pinned)
+        except (TorporError, OSError) as error:
+            raise _too_late(self._moves, error) from error
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
         return SleepReport(tags=reports, seconds=self._phases.seconds, phases_s=self._phases.seconds_of, hooks_s=hooks_s)
 
@@ -101,6 +103,8 @@ class Sleep:
             for move in unmaps:
                 move.pool.shut_torch()
             self._save_images(unmaps)
+            if self._shared.on_host:
+                self._pinned = self._shared.unexplained_pins({m.pool.tag for m in unmaps})
             return released, [_traces(m.pool, self._shared.explained_pins) for m in unmaps]
         except BaseException as error:
             self._undo(released, error)
@@ -129,7 +133,7 @@ class Sleep:
         for move in unmaps:
             move.pool.lost = move.policy == "discard"
             for segment in move.unmapped:
-                segment.stale = True
+                segment.stale = segment.fresh = True
         try:
             with self._phases("unmap"):
                 self._shared.device.unmap([s.region for m in unmaps for s in m.pool.segments])
@@ -167,7 +171,7 @@ def _take_stock(unmaps: list[Move], was_lost: dict[Pool, bool], was_stale: set[S
     for move in unmaps:
         still = move.pool.mapped_segments()
         for segment in still:
-            segment.stale = segment in was_stale
+            segment.stale = segment.fresh = segment in was_stale
         move.unmapped = [s for s in move.unmapped if s not in still]
         _mark_unmapped(move.unmapped)
         if not move.unmapped:
@@ -179,6 +183,15 @@ def _half_way(unmaps: list[Move], error: TorporError) -> DeviceError:
     states = {m.pool.tag: m.pool.residency.value for m in unmaps}
     message = f"unmapping failed: {error}; tags are {states}; repeat the sleep to go on, or wake to go back"
     return DeviceError(message, **{**error.fields, "residency": states})
+
+
+def _too_late(moves: Sequence[Move], error: TorporError | OSError) -> DeviceError:
+    """Of what comes after the unmap: the memory is gone, and only the report of it is missing, or images that nobody needs are
+    left."""
+    states = {m.pool.tag: m.pool.residency.value for m in moves}
+    fields = error.fields if isinstance(error, TorporError) else {"code": error.errno or 0}
+    message = f"everything is unmapped, but then: {error}; tags are {states}"
+    return DeviceError(message, **{"operation": "account", "code": 0, **fields, "residency": states})
 
 
 def _report(move: Move, found: Account | None) -> TagSleepReport:

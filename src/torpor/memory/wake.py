@@ -125,17 +125,19 @@ class Wake:
         for rise in self._early:
             rise.pool.slept = not rise.pool.mapped_segments()
             for segment in rise.to_map:
-                segment.stale = not segment.mapped
+                segment.stale = segment.fresh = not segment.mapped
+            rise.pool.lost |= any(s.stale for s in rise.to_map)  # a hook may have said that it is valid
 
     def _settle(self, rises: Sequence[Rise]) -> None:
         """What is mapped is the content now; until here every segment that was unmapped is stale."""
         for rise in rises:
+            fresh = [s for s in rise.pool.segments if s.fresh]  # also of a wake that failed after it had mapped them
             for segment in rise.pool.segments:
                 segment.stale = False
-            for segment in rise.to_map:
+            for segment in fresh:
                 segment.note_mapped(self._pinned)
             rise.pool.slept = False
-            rise.pool.mapping += bool(rise.to_map)
+            rise.pool.mapping += bool(fresh)
             rise.pool.settle_torch()
 
     def _release_images(self) -> None:
