@@ -35,6 +35,7 @@ void Arena::commit_ahead(uint64_t offset, uint64_t bytes, uint64_t part_bytes, u
     // No more threads to be had. One lane does it all; without any, whoever commits does.
     std::lock_guard<std::mutex> lock(mutex_);
     if (lanes_.empty()) ahead_.end = ahead_.next;
+    lanes_moved_.notify_all();
   }
 }
 

@@ -115,22 +115,24 @@ BlockCopier::~BlockCopier() {
 
 CUdeviceptr BlockCopier::take() {
   std::lock_guard<std::mutex> guard(mutex_);
-  idle_.reserve(idle_.size() + 8);  // so that giving back needs no memory
-  if (!idle_.empty()) {
-    const CUdeviceptr lists = idle_.back();
-    idle_.pop_back();
-    return lists;
-  }
+  idle_.reserve(idle_.size() + lent_ + 1);  // so that giving back needs no memory
   CUdeviceptr lists = 0;
-  const CUresult result = table().cuMemAlloc_v2(&lists, kListBytes);
-  if (result == kOutOfMemory) return 0;
-  check(result, TP_OP_COPY, "cuMemAlloc");
+  if (!idle_.empty()) {
+    lists = idle_.back();
+    idle_.pop_back();
+  } else if (const CUresult result = table().cuMemAlloc_v2(&lists, kListBytes); result != kOutOfMemory) {
+    check(result, TP_OP_COPY, "cuMemAlloc");
+  } else {
+    return 0;
+  }
+  ++lent_;
   return lists;
 }
 
 void BlockCopier::give_back(CUdeviceptr lists) {
   if (lists == 0) return;
   std::lock_guard<std::mutex> guard(mutex_);
+  --lent_;
   idle_.push_back(lists);
 }
 

@@ -31,6 +31,7 @@ class BlockCopier {
   Lanes &lanes_;
   std::mutex mutex_;
   std::vector<CUdeviceptr> idle_;
+  size_t lent_ = 0;
 };
 
 }  // namespace torpor::cuda

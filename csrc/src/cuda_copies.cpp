@@ -43,11 +43,12 @@ Copies::~Copies() {
 const Kernels *Copies::kernels() {
   std::lock_guard<std::mutex> guard(mutex_);
   if (!asked_) {
-    asked_ = true;
     try {
       kernels_ = std::make_unique<Kernels>(context_);
+      asked_ = true;
     } catch (const Error &error) {
       why_staged_ = error.message;
+      asked_ = error.status == TP_UNSUPPORTED;  // else it was the moment: a device that is full, say
     }
   }
   return kernels_.get();

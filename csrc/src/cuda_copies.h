@@ -37,7 +37,7 @@ class Copies {
   class Restore;
   class Arrivals;
 
-  // Compiled at first use; null where that cannot be, which is not tried again.
+  // Compiled at first use; null where that cannot be, which is not tried again, or fails now.
   const Kernels *kernels();
   void start(tp_copy_kind kind, tp_span span, CUstream stream);
   bool can_pull(const tp_span &span);

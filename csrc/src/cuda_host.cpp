@@ -130,7 +130,8 @@ void Event::hold(CUstream stream, int op) const { check(table().cuStreamWaitEven
 // One whose buffer is large enough if there is one, and an idle one without its buffer otherwise.
 Lane Lanes::take(uint64_t buffer_bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
-  idle_.reserve(idle_.size() + 8);  // so that giving back needs no memory
+  idle_.reserve(idle_.size() + lent_ + 1);  // so that giving back needs no memory
+  ++lent_;
   if (idle_.empty()) return {};
   const auto fits = [&](const Lane &lane) { return lane.buffer_bytes >= buffer_bytes; };
   auto found = std::find_if(idle_.rbegin(), idle_.rend(), fits);
@@ -146,6 +147,7 @@ Lanes::Lease::Lease(Lanes &lanes, uint64_t buffer_bytes, int op) : lane(lanes.ta
     complete(buffer_bytes, op);
   } catch (...) {
     std::lock_guard<std::mutex> guard(lanes.mutex_);
+    --lanes.lent_;
     lanes.idle_.push_back(lane);
     throw;
   }
@@ -167,6 +169,7 @@ void Lanes::Lease::wait(int op) { check(table().cuStreamSynchronize(lane.stream)
 Lanes::Lease::~Lease() {
   if (lane.stream != nullptr) table().cuStreamSynchronize(lane.stream);
   std::lock_guard<std::mutex> guard(lanes_.mutex_);
+  --lanes_.lent_;
   lanes_.idle_.push_back(lane);
 }
 

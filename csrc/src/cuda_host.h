@@ -112,6 +112,7 @@ class Lanes {
   const Context &context_;
   std::mutex mutex_;
   std::vector<Lane> idle_;
+  size_t lent_ = 0;
 };
 
 }  // namespace torpor::cuda

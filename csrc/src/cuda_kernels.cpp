@@ -76,13 +76,15 @@ Kernels::Kernels(const Context &context) {
   check(cu.cuModuleLoadData(&module_, image.data()), kNoOp, "cuModuleLoadData");
   const CUresult found[] = {cu.cuModuleGetFunction(&sum_, module_, "torpor_sum"),
                             cu.cuModuleGetFunction(&copy_, module_, "torpor_copy_blocks"),
-                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull"),
-                            major < kMovesFromMajor ? kSuccess : cu.cuModuleGetFunction(&move_, module_, "torpor_move_blocks")};
+                            cu.cuModuleGetFunction(&pull_, module_, "torpor_pull")};
   for (const CUresult result : found) {
     if (result == kSuccess) continue;
     cu.cuModuleUnload(module_);
     check(result, kNoOp, "cuModuleGetFunction");
   }
+  // Not in code that an old compiler has made for older devices.
+  const bool moves = major >= kMovesFromMajor && cu.cuModuleGetFunction(&move_, module_, "torpor_move_blocks") == kSuccess;
+  if (!moves) move_ = nullptr;
 }
 
 Kernels::~Kernels() { table().cuModuleUnload(module_); }

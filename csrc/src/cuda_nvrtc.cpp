@@ -93,10 +93,14 @@ std::string compile(const char *source, const char *name, int major, int minor) 
       if (std::string image = exact.cubin(); !image.empty()) return image;
     }
   }
-  // A compiler older than the device: the driver translates what is meant for an older one.
-  Compilation portable(rtc, source, name);
-  if (!portable.run("compute_75")) throw Error::unsupported("the CUDA run-time compiler refuses " + std::string(name) + ": " + portable.log());
-  return portable.ptx();
+  // A compiler older than the device: the driver translates what is meant for an older one, with which the newest kernels go.
+  std::string log;
+  for (const char *architecture : {major >= 9 ? "compute_90" : "compute_75", "compute_75"}) {
+    Compilation portable(rtc, source, name);
+    if (portable.run(architecture)) return portable.ptx();
+    log = portable.log();
+  }
+  throw Error::unsupported("the CUDA run-time compiler refuses " + std::string(name) + ": " + log);
 }
 
 }  // namespace torpor::cuda

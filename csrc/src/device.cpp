@@ -26,6 +26,9 @@ void check_range(const char *what, Address address, uint64_t bytes) {
   }
 }
 
+// One more than what -1 is without its sign would be none.
+uint32_t sane(uint32_t threads) { return std::clamp(threads, 1u, 1024u); }
+
 void check_chunk_bytes(uint64_t chunk_bytes) {
   if (chunk_bytes > 0 && chunk_bytes % 8 == 0) return;
   throw Error::invalid("chunk_bytes is " + std::to_string(chunk_bytes) + ": it must be a positive multiple of 8");
@@ -163,7 +166,7 @@ void Device::copy(tp_copy_kind kind, const std::vector<tp_span> &spans, uint32_t
     pins.add({span.dst, span.bytes});
     pins.add({span.src, span.bytes});
   }
-  driver_->copy(kind, spans, std::max(threads, 1u));
+  driver_->copy(kind, spans, sane(threads));
 }
 
 std::unique_ptr<BlockCopy> Device::begin_blocks(const tp_blocks &blocks, uint32_t threads) {
@@ -172,7 +175,7 @@ std::unique_ptr<BlockCopy> Device::begin_blocks(const tp_blocks &blocks, uint32_
   if (blocks.count == 0 || blocks.arrays == 0) return copy;
   pin_blocks(copy->pins, blocks.dst, blocks, blocks.dst_ids, blocks.dst_limit);
   pin_blocks(copy->pins, blocks.src, blocks, blocks.src_ids, blocks.src_limit);
-  copy->flight = driver_->begin_blocks(blocks, std::max(threads, 1u));
+  copy->flight = driver_->begin_blocks(blocks, sane(threads));
   return copy;
 }
 
@@ -187,9 +190,9 @@ void Device::hash(Range range, uint64_t chunk_bytes, bool on_host, uint64_t *out
     chunks.push_back({range.address + offset, bytes, out + chunks.size()});
   }
   if (on_host) {
-    hash_chunks(chunks, std::max(threads, 1u));
+    hash_chunks(chunks, sane(threads));
   } else {
-    driver_->hash(chunks, std::max(threads, 1u));
+    driver_->hash(chunks, sane(threads));
   }
 }
 
@@ -197,14 +200,14 @@ void Device::save(const Images &images, uint32_t threads) {
   const std::vector<ImageChunk> chunks = checked_chunks(images);
   AccessTable::Pins pins(access);
   pin(pins, chunks);
-  save_chunks(*driver_, chunks, std::max(threads, 1u));
+  save_chunks(*driver_, chunks, sane(threads));
 }
 
 void Device::restore(const Images &images, uint32_t threads) {
   const std::vector<ImageChunk> chunks = checked_chunks(images);
   AccessTable::Pins pins(access);
   pin(pins, chunks);
-  restore_chunks(*driver_, chunks, std::max(threads, 1u), {});
+  restore_chunks(*driver_, chunks, sane(threads), {});
 }
 
 void Device::wake(const std::vector<Region *> &regions, const Images &images, uint32_t threads, const std::function<void()> &mapped) {
@@ -223,19 +226,19 @@ void Device::wake(const std::vector<Region *> &regions, const Images &images, ui
   const auto expected = [&](const ImageChunk &chunk) { return dawn.expects(chunk.device()); };
   std::vector<ImageChunk> there;
   std::copy_if(chunks.begin(), chunks.end(), std::back_inserter(there), [&](const auto &chunk) { return !expected(chunk); });
-  pin_device(pins, there);
   pin_host(pins, chunks);
   Rising rising(regions);
   beside.ready = [&](Range range) { return dawn.ready(range); };
   beside.work = [&](const std::function<void()> &more) {
-    rising.run([&](Range range) {
+    const auto usable = [&](Range range) {
       dawn.reach(range.end());
       more();
-    });
-    pin_device(pins, chunks);
+    };
+    // Under the lock of the device's structure: whoever unmaps waits for pins with it.
+    rising.run(usable, [&] { pin_device(pins, there); }, [&] { pin_device(pins, chunks); });
   };
   beside.meanwhile = mapped;
-  restore_chunks(*driver_, chunks, std::max(threads, 1u), beside);
+  restore_chunks(*driver_, chunks, sane(threads), beside);
 }
 
 std::vector<tp_span> spans_of(const tp_blocks &blocks) {

@@ -66,7 +66,13 @@ uint64_t held_by(const std::vector<std::unique_ptr<Residence>> &staged) {
 // is not back yet.
 [[noreturn]] void rethrow_of_batch(const Error &error, Device &device, uint64_t bytes, uint64_t held) {
   if (error.status != TP_DEVICE_MEMORY) throw error;
-  Error whole = Error::memory(TP_OP_CREATE, bytes, device.driver().free_bytes() + held);
+  uint64_t free = 0;
+  try {
+    free = device.driver().free_bytes();
+  } catch (const Error &) {
+    throw error;
+  }
+  Error whole = Error::memory(TP_OP_CREATE, bytes, free + held);
   whole.code = error.code;
   whole.message += " (" + error.message + ")";
   throw whole;
@@ -140,11 +146,12 @@ Rising::~Rising() {
   staged_.clear();
 }
 
-void Rising::run(const std::function<void(Range)> &usable) {
-  if (regions_.empty()) return;
+void Rising::run(const std::function<void(Range)> &usable, const std::function<void()> &begun, const std::function<void()> &done) {
+  if (regions_.empty()) return begun(), done();
   Device &device = regions_.front()->device();
   Lock lock(device.structure);
   device.retry_orphans();
+  begun();
   uint64_t bytes = 0;
   const std::vector<Region *> asleep = asleep_among(device, regions_, bytes);
   staged_.reserve(asleep.size());
@@ -160,6 +167,7 @@ void Rising::run(const std::function<void(Range)> &usable) {
   }
   for (size_t i = 0; i < asleep.size(); ++i) asleep[i]->space.commit(std::move(staged_[i]));
   staged_.clear();
+  done();
 }
 
 std::exception_ptr unmap_regions(const std::vector<Region *> &regions, uint64_t &done) {

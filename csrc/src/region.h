@@ -47,8 +47,9 @@ class Rising {
   Rising(const Rising &) = delete;
   Rising &operator=(const Rising &) = delete;
   ~Rising();
-  // Maps them all and commits; usable(range) is called for each extent that can be written.
-  void run(const std::function<void(Range)> &usable);  // once
+  // Maps them all and commits, once; usable(range) is called for each extent that can be written. begun and done are called at both
+  // ends of it, with the structure locked where there is anything to map.
+  void run(const std::function<void(Range)> &usable, const std::function<void()> &begun, const std::function<void()> &done);
 
  private:
   std::vector<Region *> regions_;

@@ -240,4 +240,20 @@ MUTANTS = (
         "the error of a wake that lacks a little says that it lacks nearly all",
         NATIVE_CUDA + "m5_a_wake_that_finds_too_little_says_what_was_free",
     ),
+    Mutant(
+        "memory-goes-under-kernels",
+        "src/torpor/memory/shared.py",
+        "                self.device.synchronize()\n            except DeviceError:\n",
+        "                pass\n            except DeviceError:\n",
+        "a tensor that dies takes its memory from the kernel that reads it",
+        "tests/unit/test_memory_dead_tensors.py::test_a_region_goes_when_the_device_has_settled",
+    ),
+    Mutant(
+        "memory-goes-under-kernels-after-the-close",
+        "src/torpor/memory/orphans.py",
+        "                self._settle()\n",
+        "",
+        "the same, of a tensor that outlives its memory",
+        "tests/unit/test_memory_dead_tensors.py::test_after_the_close_too_and_what_did_not_go_is_tried_again",
+    ),
 )

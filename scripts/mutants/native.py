@@ -188,4 +188,12 @@ MUTANTS = (
         "a wake right after its sleep is a fifth slower than the link",
         NATIVE_CUDA + "chunks_are_pulled_while_released_memory_is_cleared",
     ),
+    Mutant(
+        "native-a-moment-without-memory-is-for-good",
+        "csrc/src/cuda_copies.cpp",
+        "asked_ = error.status == TP_UNSUPPORTED;",
+        "asked_ = true;",
+        "a device that was full once hashes at the speed of the link from then on",
+        NATIVE_CUDA + "compiler_that_fails_for_the_moment_is_asked_again",
+    ),
 )

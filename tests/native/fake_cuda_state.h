@@ -17,7 +17,7 @@ namespace fake {
 
 using namespace torpor::cuda;
 
-constexpr CUresult kInvalid = 1, kNotMapped = 211, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400, kRefused = 719;
+constexpr CUresult kInvalid = 1, kNotMapped = 211, kNotFound = 500, kAlreadyMapped = 208, kInvalidContext = 201, kInvalidHandle = 400, kRefused = 719;
 constexpr size_t kGranule = size_t{64} << 10;  // real ones have 2 MiB; small keeps the tests fast
 constexpr size_t kTotal = size_t{8} << 30;
 

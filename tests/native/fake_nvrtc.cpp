@@ -1,6 +1,7 @@
-// A compiler whose code is the source text; fake_cuda.cpp knows what to do with it. It knows no device but the newest, so that both
-// ways of cuda_nvrtc.cpp are walked.
+// A compiler whose code is the source text after a line with the architecture; fake_cuda_streams.cpp knows what to do with it. It knows
+// no device exactly, and no more than FAKE_NVRTC_MOST (90), so that all ways of cuda_nvrtc.cpp are walked.
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -23,7 +24,13 @@ FAKE int nvrtcDestroyProgram(Program **program) {
   return 0;
 }
 FAKE int nvrtcCompileProgram(Program *program, int count, const char *const *options) {
-  for (int i = 0; i < count; ++i) program->compiled |= std::strstr(options[i], "compute_") != nullptr;
+  const char *most = std::getenv("FAKE_NVRTC_MOST");
+  for (int i = 0; i < count; ++i) {
+    const char *found = std::strstr(options[i], "compute_");
+    if (found == nullptr || std::atoi(found + 8) > (most != nullptr ? std::atoi(most) : 90)) continue;
+    program->source = std::string(found) + "\n" + program->source;
+    program->compiled = true;
+  }
   return program->compiled ? 0 : 6;
 }
 FAKE int nvrtcGetProgramLogSize(Program *, size_t *bytes) {

@@ -1,5 +1,6 @@
 // Structural calls wait for copies, copies refuse what is gone, and nothing races. Most telling under the thread sanitizer.
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "fixture.h"
@@ -73,4 +74,39 @@ TEST(threads_create_and_destroy_beside_each_other) {
   CHECK_EQ(wrong.load(), 0);
   CHECK_EQ(device.stats().reserved_bytes, 0u);
   device.close();
+}
+
+// Whoever unmaps waits for pins with the structure locked: a wake must not wait for that lock with pins.
+TEST(threads_wake_beside_an_unmap_of_what_it_only_restores) {
+  fixture::Device device;
+  tp_region *stays = device.region(4), *wakes = device.region(4);
+  const fixture::Arena arena(device, 4 * device.granule);
+  OK(tp_arena_commit(arena.handle, 0, 4 * device.granule, 1, &err));
+  const uint64_t chunk = 8192, count = 4 * device.granule / chunk;
+  std::vector<uint8_t> wanted(count, 1), valid(count, 1);
+  std::vector<uint64_t> known(count), source(count), checked(count);
+  std::atomic<bool> stop{false};
+  std::atomic<int> stuck{0};
+  std::thread other([&] {
+    while (!stop) {
+      uint64_t done = 0;
+      stuck += tp_regions_unmap(&stays, 1, &done, nullptr) != TP_OK;
+      tp_regions_map(&stays, 1, nullptr);
+    }
+  });
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+  while (std::chrono::steady_clock::now() < end && stuck == 0) {
+    uint64_t done = 0;
+    tp_regions_unmap(&wakes, 1, &done, nullptr);
+    const tp_image image{fixture::stats(stays).address, arena.address, 4 * device.granule, wanted.data(), valid.data(), known.data(),
+                         source.data(), checked.data()};
+    tp_wake(device.handle, &wakes, 1, &image, 1, chunk, 1, nullptr, nullptr, nullptr);
+  }
+  stop = true;
+  other.join();
+  fixture::destroy(stays);
+  fixture::destroy(wakes);
+  OK(tp_arena_destroy(arena.handle, &err));
+  device.close();
+  CHECK_EQ(stuck.load(), 0);
 }

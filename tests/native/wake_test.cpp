@@ -62,3 +62,21 @@ TEST(m5_a_wake_that_finds_no_memory_for_its_maps_says_what_was_free) {
   fixture::destroy(sleeper);
   device.close();
 }
+
+// -1 without its sign is a number of threads too.
+TEST(a_save_is_a_save_with_any_number_of_threads) {
+  fixture::Device device;
+  tp_region *region = device.region(1);
+  const fixture::Arena arena(device, device.granule);
+  OK(tp_arena_commit(arena.handle, 0, device.granule, 1, &err));
+  device.write(fixture::stats(region).address, fixture::pattern(device.granule, 4));
+  uint8_t wanted = 1, valid = 0;
+  uint64_t known = 0, source = 0, checked = 0;
+  const tp_image image{fixture::stats(region).address, arena.address, device.granule, &wanted, &valid, &known, &source, &checked};
+  OK(tp_save(device.handle, &image, 1, device.granule, UINT32_MAX, &err));
+  CHECK(source != 0);
+  CHECK_EQ(checked, source);
+  OK(tp_arena_destroy(arena.handle, &err));
+  fixture::destroy(region);
+  device.close();
+}

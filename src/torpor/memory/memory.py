@@ -342,7 +342,8 @@ class Memory:
                 segment.image = None
             self._shared.backing.close()
             self._shared.closed = True
-            adopt_orphans(self._shared.deaths, self._pools.values(), self.device.close if self._owns_device else None)
+            finish = self.device.close if self._owns_device else None
+            adopt_orphans(self._shared.deaths, self._pools.values(), self.device.synchronize, finish)
 
     def __del__(self) -> None:
         shared = self.__dict__.get("_shared")

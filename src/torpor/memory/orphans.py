@@ -14,9 +14,10 @@ from torpor.memory.pool import Pool
 from torpor.memory.segment import Deaths, Segment
 
 
-def adopt_orphans(deaths: Deaths, pools: Iterable[Pool], finish: Callable[[], None] | None) -> None:
-    """From now on a region goes when its last tensor dies; ``finish`` runs after the last region, at once when there is none."""
-    orphans = _Orphans(deaths, {s for p in pools for s in p.segments}, finish)
+def adopt_orphans(deaths: Deaths, pools: Iterable[Pool], settle: Callable[[], None], finish: Callable[[], None] | None) -> None:
+    """From now on a region goes when its last tensor has died and ``settle`` has waited for the kernels that may still use it;
+    ``finish`` runs after the last region, at once when there is none. A region that does not go is tried again with the next."""
+    orphans = _Orphans(deaths, {s for p in pools for s in p.segments}, settle, finish)
     deaths.after = orphans.reap
     orphans.reap()
     orphans.finish_if_done()
@@ -27,9 +28,12 @@ class _Orphans:
     leaves the work to its holder, which looks again after it let go. The native library's own lock is held by no thread that
     waits for Python's."""
 
-    def __init__(self, deaths: Deaths, segments: set[Segment], finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, deaths: Deaths, segments: set[Segment], settle: Callable[[], None], finish: Callable[[], None] | None
+    ) -> None:
         self._deaths = deaths
         self._segments = segments
+        self._settle = settle
         self._finish = finish
         self._busy = threading.Lock()
 
@@ -44,11 +48,12 @@ class _Orphans:
         while (death := self._deaths.take()) is not None:
             segment, offset = death
             segment.layout.free(offset)
-            if segment.layout.empty:
-                with contextlib.suppress(TorporError):
-                    segment.region.destroy()
-                    self._segments.discard(segment)
-                self.finish_if_done()
+        for segment in [s for s in self._segments if s.layout.empty]:
+            with contextlib.suppress(TorporError):
+                self._settle()
+                segment.region.destroy()
+                self._segments.discard(segment)
+        self.finish_if_done()
 
     def finish_if_done(self) -> None:
         if not self._segments and self._finish is not None:

@@ -75,7 +75,8 @@ class Pool:
 
     def empty(self, shape: tensors.Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised contiguous tensor in this pool, 256-byte aligned. Its address never changes (M1); the memory is taken
-        back when its storage dies. One without elements lies in no pool.
+        back by the first call into the memory layer after its storage has died, which waits for the device. One without elements
+        lies in no pool.
 
         StateError while the pool is not resident (M10); DeviceMemoryError.
         """
@@ -151,7 +152,7 @@ class Pool:
             torch.mempools.end_capture()
             with self._shared.lock, self._shared.torch_held():
                 self._shared.captures -= 1
-                self._shared.bury_torch()  # what waited for the capture to end
+                self._shared.take_back_dead()  # what waited for the capture to end
 
     def trim(self) -> None:
         """torch gives back segments of this pool that no tensor lies in, but those of graphs and those that a thread inside may

@@ -149,9 +149,16 @@ class Shared:
             raise StateError("this Memory is closed", state="closed")
 
     def take_back_dead(self) -> None:
-        """Frees what tensors that died since the last call lay in. Under the lock; never inside a transaction's own steps."""
-        if self.copying:
+        """Frees what tensors that died since the last call lay in, when the device has done what it was asked to: kernels may
+        still use it. Under the lock; never inside a transaction's own steps, nor while a graph is captured, which must not wait.
+        """
+        if self.copying or self.captures:
             return
+        if self.deaths:
+            try:
+                self.device.synchronize()
+            except DeviceError:
+                return  # somebody captures a graph that no pool knows of, or nothing works any more: later
         while (death := self.deaths.take()) is not None:
             segment, offset = death
             segment.owner.take_back(segment, offset)
