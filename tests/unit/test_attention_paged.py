@@ -143,7 +143,7 @@ def test_a_blocks_first_token_clears_what_an_earlier_owner_left() -> None:
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"'flash' is not known on cpu; known: auto, sdpa") as caught:
+    with pytest.raises(ConfigurationError, match=r"'flash' is not known; on cpu there are auto, sdpa") as caught:
         get_backend("flash", "cpu")
     assert caught.value.setting == "attention_backend"
     assert get_backend("auto", "cpu").name in backends("cpu")
@@ -187,3 +187,8 @@ def test_a_gpu_prefers_the_triton_kernels_where_triton_is(monkeypatch: pytest.Mo
     assert get_backend("auto", "cuda").name == "sdpa"
     with pytest.raises(ConfigurationError, match="'triton' cannot run here: install triton"):
         get_backend("triton", "cuda")
+
+
+def test_a_backend_of_gpus_says_so_without_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"'triton' needs cuda; on cpu there are auto, sdpa"):
+        get_backend("triton", "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from test_cli_options import run
 from web_fakes import server_app
 
 from torpor.cli.bench import percentiles
-from torpor.cli.console import Progress, options, report
+from torpor.cli.console import Progress, options, report, size
 from torpor.cli.load import LoadConfig, run_load
+from torpor.cli.pools import pools_view
 from torpor.demo.fleet import Fleet
 from torpor.errors import BugError, ConfigurationError, DeviceMemoryError, EngineDeadError, SleepAborted
 from torpor.testing.fake_engine import FakeEngine
@@ -236,3 +239,14 @@ def test_progress_without_a_terminal_is_a_line_per_phase(capsys: pytest.CaptureF
         progress("loading", 0.25)
         progress("loading", 1.0)
     assert capsys.readouterr().err.splitlines() == ["reading", "loading 25%"]
+
+
+def test_the_table_of_pools_is_whole_in_eighty_columns() -> None:
+    gib = {"resident_bytes": 538_000_000, "allocated_bytes": 537_900_000, "reserved_bytes": 999_900_000, "image_bytes": 406_000}
+    tags = [{"tag": "cuda_graph", "residency": "resident", "content": "on_host", **gib}]
+    memory = {"tags": tags, "host_committed_bytes": 1, "mapped_bytes": 1, "sleeps": 1, "wakes": 1}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(pools_view({"state": "awake", "memory": memory}))
+    shown = console.export_text()
+    assert all(size(value) in shown for value in gib.values())
+    assert all(name in shown for name in ("cuda_graph", "resident", "on_host", "allocated", "reserved"))

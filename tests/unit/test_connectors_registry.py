@@ -19,7 +19,7 @@ from torpor.connectors.pins import PinWatch
 from torpor.connectors.registry import KNOWN
 from torpor.connectors.transport import Publication
 from torpor.connectors.worker import PullWorker
-from torpor.errors import ConnectorError, HookError, TransportError
+from torpor.errors import ConfigurationError, ConnectorError, HookError, TransportError
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory.procfs import pinned_bytes
 from torpor.memory.types import Residency
@@ -276,3 +276,10 @@ class TestPins:
             assert p.sleep().held_bytes == 0
         finally:
             pairs.close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999, True])
+def test_a_port_that_is_none_is_refused_before_anything_starts(port: int) -> None:
+    with pytest.raises(ConfigurationError, match="kv_port") as caught:
+        ConnectorConfig(connector="nixl", port=port)
+    assert caught.value.setting == "kv_port"

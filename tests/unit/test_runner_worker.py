@@ -17,7 +17,7 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.engine import worker as worker_module
 from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.worker import HOST_KV_BYTES, Worker
-from torpor.errors import ConfigurationError, ModelError, StateError
+from torpor.errors import ConfigurationError, DeviceMemoryError, ModelError, StateError
 from torpor.kvcache.config import CacheConfig
 from torpor.kvcache.types import BlockId, Epoch, KVCacheSpec
 from torpor.memory import Content, Memory, MemoryConfig, sharing
@@ -181,6 +181,17 @@ def test_a_size_that_holds_no_block_names_its_setting(loaded: Worker) -> None:
     with pytest.raises(ConfigurationError, match=f"kv_cache_bytes {BYTES_PER_BLOCK - 1} cannot hold one block") as caught:
         loaded.determine_num_blocks()
     assert caught.value.setting == "kv_cache_bytes"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "setting"),
+    [(cache(kv_cache_bytes=1 << 50), "kv_cache_bytes"), (cache(num_blocks=1 << 40), "num_blocks")],
+    indirect=["loaded"],
+)
+def test_a_size_that_the_device_does_not_have_names_its_setting(loaded: Worker, setting: str) -> None:
+    with pytest.raises(DeviceMemoryError) as caught:
+        loaded.initialize_kv_cache(loaded.determine_num_blocks())
+    assert caught.value.setting == setting
 
 
 @pytest.mark.parametrize("loaded", [cache() | {"connector": ConnectorConfig(connector="ipc")}, cache()], indirect=True)

@@ -13,7 +13,7 @@ from typer.models import ArgumentInfo
 
 from torpor.cli.console import size
 from torpor.cli.values import parse_bytes
-from torpor.errors import ConfigurationError
+from torpor.errors import ConfigurationError, DeviceMemoryError
 
 Values = Mapping[str, Any]
 
@@ -90,16 +90,16 @@ def collect(config: type, flags: Sequence[Flag], values: Values) -> dict[str, An
 
 @contextmanager
 def naming_flags(flags: Sequence[Flag]) -> Iterator[None]:
-    """A ConfigurationError about a setting, by the name of its field or of its flag, also names the flag that sets it."""
+    """An error about a setting, by the name of its field or of its flag, also names the flag that sets it."""
     try:
         yield
-    except ConfigurationError as error:
+    except (ConfigurationError, DeviceMemoryError) as error:
         setting = error.fields.get("setting")
         fitting = sorted((f for f in flags if setting in (f.name, f.field)), key=lambda f: f.name != setting)
         named = fitting[0].flag if fitting else None
         if named is None or named in error.message:
             raise
-        raise ConfigurationError(f"{error.message} ({named})", **{**error.fields, "setting": named}) from error
+        raise type(error)(f"{error.message} ({named})", **{**error.fields, "setting": named}) from error
 
 
 def command(

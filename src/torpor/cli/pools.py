@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -18,7 +19,8 @@ def pools_view(stats: Mapping[str, Any]) -> RenderableType:
     """The whole of ``GET /memory`` for a person."""
     memory = stats.get("memory") or {}
     title = f"{stats.get('state', '?')}{' (as last known: the engine is busy)' if stats.get('stale') else ''}"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    # Seven columns, whole in a terminal of 80.
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tag", "residency", "content"):
         table.add_column(name, no_wrap=True)
     for name in ("resident", "allocated", "reserved", "image"):

@@ -3,6 +3,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torpor.errors import ConfigurationError
+
+MAX_PORT = 65535
+
 KVRole = Literal["producer", "consumer", "both"]
 KV_ROLES: tuple[KVRole, ...] = ("producer", "consumer", "both")
 
@@ -21,3 +25,7 @@ class ConnectorConfig:
     lease_heartbeat_s: float = 1.0
     handoff_lease_s: float = 30.0  # how long a hand-off waits for its reader; the engine sets it from SchedulerConfig
     extra: dict[str, Any] = field(default_factory=dict)  # the connector's own options; unknown ones are refused by it
+
+    def __post_init__(self) -> None:
+        if type(self.port) is not int or not 0 <= self.port <= MAX_PORT:
+            raise ConfigurationError(f"kv_port is {self.port!r}: must be 0 to {MAX_PORT}", setting="kv_port", value=self.port)

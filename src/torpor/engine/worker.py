@@ -16,7 +16,7 @@ from torpor.engine.gpu import follow_memory, gpu_facts, kv_budget_bytes, let_go,
 from torpor.engine.graphs import GraphRunner, graph_obstacle
 from torpor.engine.inputs import StepInputs
 from torpor.engine.runner import Runner
-from torpor.errors import ConfigurationError, StateError
+from torpor.errors import ConfigurationError, DeviceMemoryError, StateError
 from torpor.kvcache.tensors import allocate_kv_caches
 from torpor.kvcache.types import KVCacheSpec
 from torpor.memory import AheadReport, Memory, SharingReport
@@ -114,6 +114,13 @@ class Worker:
         longest = self.config.scheduler.seats * -(-self.resolved.max_model_len // cache.block_size)
         return min(budget // nbytes, longest)
 
+    @property
+    def _kv_setting(self) -> str:
+        """What says how large the KV cache is."""
+        cache = self.config.cache
+        chosen = [name for name in ("num_blocks", "kv_cache_bytes") if getattr(cache, name) is not None]
+        return chosen[0] if chosen else "gpu_memory_utilization" if self._on_gpu else "kv_cache_bytes"
+
     def _default_kv_bytes(self) -> int:
         if self._on_gpu:
             cache = self.config.cache
@@ -142,7 +149,11 @@ class Worker:
             raise StateError("the KV cache exists already", state="initialized")
         spec = self.model.kv_spec(num_blocks, self.config.cache.block_size)
         exportable = self.config.connector is not None
-        caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
+        try:
+            caches = allocate_kv_caches(spec, self.memory, exportable=exportable, guarded=self._kv_guarded)
+        except DeviceMemoryError as error:
+            error.fields.setdefault("setting", self._kv_setting)
+            raise
         self._runner = self._make_runner(caches, spec)
         if self._on_gpu:
             follow_memory(self.memory, self.memory.tags)

@@ -23,6 +23,5 @@ def open_device(driver: str, ordinal: int) -> Device:
     try:
         return Device.open(driver, ordinal)
     except ConfigurationError as error:
-        raise ConfigurationError(
-            f"driver {driver!r}, device {ordinal}: {error.message}", **{"setting": "driver", "value": driver, **error.fields}
-        ) from error
+        asked = {"setting": "device", "value": ordinal} if ordinal else {"setting": "driver", "value": driver}
+        raise ConfigurationError(f"memory driver {driver!r}: {error.message}", **{**asked, **error.fields}) from error

@@ -50,7 +50,7 @@ def check_bearer(request: Request, expected: str, what: str) -> None:
 def check_local(request: Request) -> None:
     """The connection's own peer must be loopback, and neither a proxy nor a page in a browser may stand behind it."""
     if not is_loopback(request.client.host if request.client else None):
-        raise _forbidden("without an admin token this route answers clients on this machine only")
+        raise _forbidden("without an admin token this route answers loopback clients only")
     if any(name in request.headers for name in FORWARDING_HEADERS):
         raise _forbidden("without an admin token this route answers no proxy")
     if "origin" in request.headers:

@@ -49,8 +49,9 @@ def get_backend(name: str, device_type: str, *, deterministic: bool = False) -> 
     if name == "auto":
         return next(_BACKENDS[n] for n in known if _BACKENDS[n].missing() is None)(deterministic=deterministic)
     if name not in known:
+        why = f"needs {' or '.join(_BACKENDS[name].device_types)}" if name in _BACKENDS else "is not known"
         raise ConfigurationError(
-            f"attention_backend {name!r} is not known on {device_type}; known: auto, {', '.join(known)}",
+            f"attention_backend {name!r} {why}; on {device_type} there are auto, {', '.join(known)}",
             setting="attention_backend",
             value=name,
         )

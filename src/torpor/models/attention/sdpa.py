@@ -22,9 +22,10 @@ class SdpaBackend(AttentionBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         if deterministic:
             raise ConfigurationError(
-                "attention_backend 'sdpa' cannot be deterministic: its kernels depend on which sequences share a step",
-                setting="attention_backend",
-                value=self.name,
+                "attention_backend 'sdpa' cannot be deterministic, and without a GPU there is no other: its kernels depend on "
+                "which sequences share a step",
+                setting="deterministic",
+                value=True,
             )
         super().__init__(deterministic=deterministic)
 
