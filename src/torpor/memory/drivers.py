@@ -23,5 +23,6 @@ def open_device(driver: str, ordinal: int) -> Device:
     try:
         return Device.open(driver, ordinal)
     except ConfigurationError as error:
-        asked = {"setting": "device", "value": ordinal} if ordinal else {"setting": "driver", "value": driver}
+        numbered = f"device {ordinal}" in error.message
+        asked = {"setting": "device", "value": ordinal} if numbered else {"setting": "driver", "value": driver}
         raise ConfigurationError(f"memory driver {driver!r}: {error.message}", **{**asked, **error.fields}) from error
