@@ -6,9 +6,10 @@ All methods may be called from any thread and block until done; other Python thr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -94,14 +95,10 @@ class Device(Owned):
         out = ctypes.c_void_p()
         flags = (_EXPORTABLE if exportable else 0) | (_GUARDED if guarded else 0)
         sizes = unsigned("nbytes", nbytes), unsigned("extent_bytes", extent_bytes)
-        try:
+        with _nobodys(out, "tp_region_destroy"):
             call("tp_region_create", self.handle, *sizes, flags, name.encode(), ctypes.byref(out))
             assert out.value is not None
             return Region(out.value, name)
-        except BaseException:
-            if out.value is not None:  # an interrupt is raised when the call is over: the region would be nobody's
-                call("tp_region_destroy", out.value)
-            raise
 
     def unmap(self, regions: Sequence[Region]) -> None:
         """Takes the physical memory of the regions away; those asleep are passed over.
@@ -224,9 +221,10 @@ class Device(Owned):
     def create_arena(self, nbytes: int) -> Arena:
         """Host address space for images; costs no memory until committed."""
         out, address = ctypes.c_void_p(), ctypes.c_uint64()
-        call("tp_arena_create", self.handle, unsigned("nbytes", nbytes), ctypes.byref(out), ctypes.byref(address))
-        assert out.value is not None
-        return Arena(out.value, address.value, nbytes)
+        with _nobodys(out, "tp_arena_destroy"):
+            call("tp_arena_create", self.handle, unsigned("nbytes", nbytes), ctypes.byref(out), ctypes.byref(address))
+            assert out.value is not None
+            return Arena(out.value, address.value, nbytes)
 
     def import_extents(self, fds: Sequence[int], sizes: Sequence[int], *, writable: bool = False) -> Import:
         """Maps another process's exported extents, one after another, into one range. The descriptors stay the caller's.
@@ -237,18 +235,19 @@ class Device(Owned):
             raise ConfigurationError(f"{len(fds)} descriptors, but {len(sizes)} sizes")
         out, address = ctypes.c_void_p(), ctypes.c_uint64()
         table = uint64("sizes", sizes)
-        call(
-            "tp_import_open",
-            self.handle,
-            (ctypes.c_int32 * len(fds))(*fds),
-            table.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)),
-            len(fds),
-            int(writable),
-            ctypes.byref(out),
-            ctypes.byref(address),
-        )
-        assert out.value is not None
-        return Import(out.value, address.value, sum(sizes))
+        with _nobodys(out, "tp_import_close"):
+            call(
+                "tp_import_open",
+                self.handle,
+                (ctypes.c_int32 * len(fds))(*fds),
+                table.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)),
+                len(fds),
+                int(writable),
+                ctypes.byref(out),
+                ctypes.byref(address),
+            )
+            assert out.value is not None
+            return Import(out.value, address.value, sum(sizes))
 
     def arm_fault(self, op: Op, nth: int, count: int = 1) -> None:
         """The nth call of ``op`` from now on (1 is the next) fails, and so do the ``count - 1`` after it."""
@@ -265,6 +264,17 @@ class Device(Owned):
 
     def __repr__(self) -> str:
         return f"<Device {self.driver}{' closed' if self.closed else ''}>"
+
+
+@contextlib.contextmanager
+def _nobodys(out: ctypes.c_void_p, destroy: str) -> Iterator[None]:
+    """Ends what the block's call has made when the block raises: an interrupt is raised when the call is over."""
+    try:
+        yield
+    except BaseException:
+        if out.value is not None:
+            call(destroy, out.value)
+        raise
 
 
 class _Told:

@@ -216,9 +216,11 @@ class Backing:
 
     def _end_ahead_at_limit(self, offset: int, size: int) -> None:
         """What is taken ahead counts: where memory that lies elsewhere would pass the limit together with it, it goes first."""
-        limit, ahead = self._limit_bytes, self._ahead_bytes
-        elsewhere = ahead and offset + size > ahead
-        if limit is not None and elsewhere and self.committed_bytes + size + self._device.stats().spare_bytes > limit:
+        if self._limit_bytes is None or not self._ahead_bytes or offset + size <= self._ahead_bytes:
+            return
+        found = self._arena_memory().ahead()  # first: what is taken meanwhile may count twice, never not at all
+        to_come = found.asked_bytes - found.taken_bytes if found.active else 0
+        if self.committed_bytes + size + self._device.stats().spare_bytes + to_come > self._limit_bytes:
             self.end_ahead()
 
     def end_ahead(self) -> AheadReport:

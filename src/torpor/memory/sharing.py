@@ -16,14 +16,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torpor._native import Device, buffer_at, host_free_bytes
-from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, TorporError
+from torpor.errors import ConfigurationError, DeviceError, HostMemoryError, StateError, TorporError
 from torpor.memory.image import image_of
 from torpor.memory.image_files import Found, Turn, find_files, make_file, open_found, seal_file, write_at
 from torpor.memory.layout import Hashes, Mask
@@ -96,6 +96,8 @@ class Sharing:
         self._device = device
         self._threads = threads
         self._outcome = Outcome()
+        self._made: set[int] = set()  # descriptors of files that no image has taken yet
+        self._ended = False
 
     def share(self, segments: Sequence[Segment]) -> Outcome:
         """Every piece of the segments' images that can be is shared when it returns; what cannot be shared stays as it was, or
@@ -184,14 +186,26 @@ class Sharing:
             slots: queue.SimpleQueue[int] = queue.SimpleQueue()
             for lane in range(lanes):
                 slots.put(address + lane * size)
-            jobs = deque((piece, pool.submit(self._make, piece, slots)) for piece in pieces)
+            jobs = deque[tuple[Piece, Future[int]]]()
             try:
+                for piece in pieces:
+                    jobs.append((piece, pool.submit(self._make, piece, slots)))  # those are cancelled by an interrupt
                 while jobs:
-                    wait([jobs[0][1]])  # while it is still among those that an interrupt closes
                     self._take_made(*jobs.popleft())
             finally:
                 for _, job in jobs:
-                    _close_unused(job)
+                    job.cancel()
+                self._end_making(slots, lanes)
+
+    def _end_making(self, slots: queue.SimpleQueue[int], lanes: int) -> None:
+        """Nobody makes any more, not even a thread that an interrupt of its start has left to itself. Files that no image took
+        are closed."""
+        self._ended = True
+        taken = [slots.get() for _ in range(lanes)]
+        for slot in taken:  # whoever comes now sees that it has ended
+            slots.put(slot)
+        while self._made:
+            os.close(self._made.pop())
 
     def _take_made(self, piece: Piece, job: Future[int]) -> None:
         try:
@@ -199,6 +213,7 @@ class Sharing:
         except (OSError, TorporError) as error:
             self._outcome.problems.append(str(error))
             return
+        self._made.discard(descriptor)
         if self._adopt(piece, descriptor):
             self._outcome.made_bytes += piece.image.bytes_in(piece.mask)
 
@@ -206,24 +221,21 @@ class Sharing:
         """On a thread of its own: from the device by way of host memory into a file. Nobody takes it for right yet."""
         slot = slots.get()
         try:
+            if self._ended:
+                raise StateError("sharing has ended", state="closed")
             spans = [(slot + offset, piece.segment.address + piece.offset + offset, size) for offset, size in piece.parts()]
             self._device.copy("to_host", spans, threads=max(1, self._threads // WRITERS))
             descriptor = make_file(piece.key, piece.nbytes)
             try:
                 for offset, size in piece.parts():
                     write_at(descriptor, memoryview(buffer_at(slot + offset, size)).cast("B"), offset)
-                return seal_file(descriptor)
+                sealed = seal_file(descriptor)
+                self._made.add(sealed)
+                return sealed
             finally:
                 os.close(descriptor)
         finally:
             slots.put(slot)
-
-
-def _close_unused(job: Future[int]) -> None:
-    """When something interrupts that is not the failure of a piece."""
-    if not job.cancel():
-        with contextlib.suppress(OSError, TorporError):
-            os.close(job.result())
 
 
 def _require_memory(nbytes: int) -> None:
