@@ -131,12 +131,23 @@ class EngineChecks(RuleBasedStateMachine):
             count("wake > for a request")
             self.pools.wake(None)
         self.states.append(state)
+        if self.states[-2:] == [S.ASLEEP, S.SLEEPING]:
+            begins = next((c for c in self.calls if not c.ticket.done()), self.calling)
+            assert begins is not None
+            self._check_aborted(begins)
         if state is not S.DRAINING or self.client is None:
             return
         self.drain_started = self.clock()
         call = next((c for c in self.calls if c.sleeps and not c.ticket.done()), self.calling)
         assert call is not None
         if call.mode == "abort":
+            for name in self.open_names():
+                self.streams[name].may_abort = True
+
+    def _check_aborted(self, call: Call) -> None:
+        """Of a sleep or a pause of an engine that is asleep, when it begins or has ended: nobody is left."""
+        if call.mode == "abort":
+            assert self.core.scheduler.num_waiting == 0, "requests outlived an abort"
             for name in self.open_names():
                 self.streams[name].may_abort = True
 
@@ -159,6 +170,8 @@ class EngineChecks(RuleBasedStateMachine):
             self._check_failure(call, error)
         elif call.what == "update":
             self._updated(call)
+        elif call.sleeps and not call.unmaps and self.core.state is S.ASLEEP:
+            self._check_aborted(call)
         elif call.sleeps and call.unmaps:
             assert call.report["state"] == self.core.state.value == "asleep"
             if call.asked_in is S.DRAINING:  # it joined the sleep that the drain was for, and shares its report

@@ -123,7 +123,7 @@ def state_after_sleep(state: EngineState, call: Call, draining_for: Call | None)
         case S.SLEEPING | S.WAKING:
             return state, "waits"
         case S.ASLEEP:
-            return (S.SLEEPING, "begins") if call.unmaps else (state, "nothing to do")
+            return (S.SLEEPING, "begins") if call.unmaps else (state, "done" if call.mode == "abort" else "nothing to do")
         case S.PAUSED if not call.unmaps and call.mode != "abort":
             return state, "nothing to do"
         case _:

@@ -172,6 +172,48 @@ def test_abort_ends_everything_at_once(engine: Driver) -> None:
     assert set(engine.ends) == {"running", "queued"}
 
 
+@pytest.mark.parametrize("how", ["the same sleep", "a deeper sleep", "a pause", "queued behind a transaction"])
+def test_abort_of_an_engine_that_is_asleep_ends_what_is_frozen(engine: Driver, how: str) -> None:
+    engine.add("running", LONG)
+    engine.step(3)
+    ticket = engine.sleep(level=1, mode="keep")
+    if how == "queued behind a transaction":
+        engine.step()
+        assert engine.state is EngineState.SLEEPING
+    else:
+        engine.settle()
+    asked = engine.core.pause("abort") if how == "a pause" else engine.sleep(level=1 + (how == "a deeper sleep"), mode="abort")
+    engine.settle()
+    assert ticket.result(0)["state"] == asked.result(0)["state"] == "asleep"
+    assert engine.ends["running"].finish_reason is FinishReason.ABORT
+    assert how != "a pause" or asked.result(0)["noop"] is False
+    engine.woken()
+    assert engine.answer("a") == reference(8)
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_what_is_frozen_waits_for_the_wake_whatever_other_sleeps_come(engine: Driver, mode: str) -> None:
+    engine.add("a", 20)
+    engine.step(4)
+    engine.slept(level=1, mode="keep")
+    engine.slept(level=2, mode=mode)
+    assert not engine.ends
+    engine.woken()
+    engine.settle()
+    assert engine.tokens["a"] == reference(20)
+
+
+@pytest.mark.parametrize("while_asleep", ["wait", "wake"])
+def test_abort_of_an_engine_that_is_asleep_ends_what_waits_for_it(while_asleep: str) -> None:
+    engine = Driver(sleep=SleepConfig(enable_sleep_mode=True, while_asleep=while_asleep))  # type: ignore[arg-type]
+    engine.slept(level=1)
+    engine.add("a")
+    engine.slept(level=2, mode="abort")
+    assert engine.ends["a"].finish_reason is FinishReason.ABORT
+    assert engine.state is EngineState.ASLEEP
+    engine.close()
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_keep_freezes_and_the_text_goes_on_as_if_nothing_had_happened(engine: Driver, level: int) -> None:
     engine.add("a", 20)

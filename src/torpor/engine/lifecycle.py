@@ -247,12 +247,15 @@ class Lifecycle:
             self._reopen()
 
     def _sleep_deeper(self, plan: SleepPlan, ticket: Ticket) -> None:
-        """From one asleep state to another without waking (M8); the memory layer says when nothing is left to do (M9)."""
-        drain = Drain(plan=plan, origin=self._state, started=self._clock(), tickets=[ticket])
+        """From one asleep state to another without waking (M8); the memory layer says when nothing is left to do (M9). Nothing
+        runs that could be waited for: only ``abort`` means something to the requests that are frozen or queued."""
+        reason = None if plan.mode == "abort" else "the engine is asleep: nothing runs"
+        if plan.mode == "abort":
+            self._abort_all()
         if plan.unmaps:
-            self._unmap(drain, 0.0)
+            self._unmap(Drain(plan=plan, origin=self._state, started=self._clock(), tickets=[ticket]), 0.0)
         else:
-            ticket.set_result(paused_report(plan, self._state, 0.0, noop=True, reason="the engine is asleep: nothing runs"))
+            ticket.set_result(paused_report(plan, self._state, 0.0, noop=reason is not None, reason=reason))
 
     def _unmap(self, drain: Drain, drain_s: float) -> None:
         self._move(
