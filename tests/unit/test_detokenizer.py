@@ -84,6 +84,22 @@ def test_the_space_before_the_first_word_of_an_answer_stays() -> None:
     assert run(IncrementalDecoder(decode), [1, 2]) == ["world", "!", ""]
 
 
+@pytest.mark.parametrize("silent", [*range(1, 30), 1000])
+def test_the_space_of_an_answer_stays_behind_a_prompt_that_ends_in_special_tokens(silent: int) -> None:
+    """A chat template may end in many; each of them is decoded a few times, not once for every other."""
+    decoded = [0]
+    table = pieces({0: " word", 1: "", 2: " next"})
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded[0] += len(ids)
+        return table(ids)
+
+    decoder = IncrementalDecoder(decode, [0] * 20 + [1] * silent)
+    assert decoded[0] < 4 * silent + 40
+    assert run(decoder, [2, 1, 0]) == [" next", "", " word", ""]
+    assert run(IncrementalDecoder(decode, [1] * silent), [2, 0]) == ["next", " word", ""]
+
+
 @pytest.mark.parametrize("silent", [1, 2, 40])
 @pytest.mark.parametrize("before", range(15, 60))
 def test_the_space_behind_a_special_token_that_is_skipped_stays(before: int, silent: int) -> None:

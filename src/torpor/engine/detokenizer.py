@@ -64,11 +64,27 @@ class IncrementalDecoder:
 def _tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
     """The last PROMPT_TAIL tokens, or up to three more where those begin inside a character: one broken byte makes some decoders
     break all bytes that follow it without another token between, those of the answer too."""
+    token_ids = _spoken(decode, token_ids)
     for count in range(PROMPT_TAIL, PROMPT_TAIL + 4):
         tail = list(token_ids[-count:])
         if not tail or not decode(tail).startswith(REPLACEMENT):
             return tail
     return list(token_ids[-PROMPT_TAIL:])
+
+
+def _spoken(decode: Decode, token_ids: Sequence[int]) -> Sequence[int]:
+    """Without special tokens that are skipped at the end: behind them alone, the answer's first word would be the first of a text
+    and lose its space. Decodes each token a few times at most, however many are silent."""
+    end, size = len(token_ids), PROMPT_TAIL
+    while end > 0:
+        begin = max(0, end - size)
+        if not decode(token_ids[begin:end]):
+            end, size = begin, 2 * size
+        elif size > PROMPT_TAIL:
+            size //= 2
+        else:
+            break
+    return token_ids[:end]
 
 
 class StopMatcher:
