@@ -10,8 +10,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from web_fakes import chat, client_of, completion, events_of, server_app
 
 from torpor.errors import AsleepError, EngineDeadError
+from torpor.request import TokenLogprobs
+from torpor.server.logprobs import CompletionLogprobsBuilder
 from torpor.server.wire import NEUTRAL, UNSUPPORTED
-from torpor.testing.fake_engine import FakeEngine
+from torpor.testing.fake_engine import EOS, FakeEngine
+from torpor.testing.fake_frontend import fake_frontend
 
 HAND_OFF = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
 
@@ -163,6 +166,59 @@ async def test_log_probabilities_of_completions() -> None:
     streamed = [e["choices"][0]["logprobs"] for e in events]
     assert [s["text_offset"] for s in streamed] == [[0], [1]]
     assert [s["top_logprobs"] for s in streamed] == [[{"a": -0.5}], [{"b": -0.5}]]
+
+
+@pytest.mark.parametrize("text", ["hé日x", "🦙!", "日日"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_point_into_the_text_also_where_a_character_takes_several_tokens(text: str, stream: bool) -> None:
+    answer = await post(FakeEngine(text), "/v1/completions", completion(max_tokens=30, logprobs=0, stream=stream))
+    answers = answer if stream else [answer]
+    assert "".join(a["choices"][0]["text"] for a in answers) == text
+    offsets = [offset for a in answers for offset in a["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == [*(i for i, c in enumerate(text) for _ in c.encode()), len(text)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hides", "tokens", "offsets"),
+    [
+        ([97], True, [104, EOS, 105], [0, 1, 1]),
+        ([97], False, [104, EOS, 105], [0, 1, 6]),
+        ([97, 0xE6], True, [0x97, 0xA5, 120], [0, 0, 1]),
+        ([97, 0xE6], True, [0x97, EOS, 0xA5, 120], [0, 0, 0, 1]),
+        ([97], True, [0xFF, 120, 121], [0, 1, 2]),
+    ],
+    ids=["hidden", "shown", "begun by the prompt", "hidden inside a character", "no character"],
+)
+def test_text_offsets(prompt: list[int], hides: bool, tokens: list[int], offsets: list[int]) -> None:
+    builder = CompletionLogprobsBuilder(fake_frontend(), prompt, hides_special=hides)
+    positions = [TokenLogprobs(token_id=t, logprob=-1.0, rank=1) for t in tokens]
+    assert builder.build(positions[:1]).text_offset + builder.build(positions[1:]).text_offset == offsets
+
+
+def test_parts_of_characters_have_names_of_their_own() -> None:
+    """Five different tokens that read as U+FFFD would be one entry, with the last one's log-probability."""
+    builder = CompletionLogprobsBuilder(fake_frontend(), [97])
+    position = TokenLogprobs(
+        token_id=0xE7, logprob=-3.0, rank=3, top_ids=[0xE6, 0xE5, 0xE7, 97], top_logprobs=[-1.0, -2.0, -3.0, -4.0]
+    )
+    found = builder.build([position])
+    assert found.tokens == ["bytes:\\xe7"]
+    assert list(found.top_logprobs[0].items()) == [
+        ("bytes:\\xe6", -1.0),
+        ("bytes:\\xe5", -2.0),
+        ("bytes:\\xe7", -3.0),
+        ("a", -4.0),
+    ]
+
+
+def test_of_tokens_that_read_the_same_the_chosen_one_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies with byte fallback have "a" twice."""
+    frontend = fake_frontend()
+    monkeypatch.setattr(frontend, "token_bytes", lambda token_id: b"a")
+    position = TokenLogprobs(token_id=5, logprob=-2.0, rank=2, top_ids=[4, 5, 6], top_logprobs=[-1.0, -2.0, -3.0])
+    found = CompletionLogprobsBuilder(frontend, [97]).build([position])
+    assert (found.tokens, found.token_logprobs) == (["a"], [-2.0])
+    assert found.top_logprobs == [{"token_id:4": -1.0, "a": -2.0, "token_id:6": -3.0}]
 
 
 async def test_log_probabilities_of_chats() -> None:

@@ -66,6 +66,10 @@ class Frontend:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """No text shows it, unless ``skip_special_tokens`` is off."""
+        return self._tokenizer.is_special(token_id)
+
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> None:
         """RequestError naming the field that is wrong: what can be known without asking the engine."""
         if not 1 <= n <= MAX_CHOICES:

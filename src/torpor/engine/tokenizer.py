@@ -18,6 +18,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.token_text = lru_cache(maxsize=1 << 15)(self._token_text)
+        self.is_special = lru_cache(maxsize=1 << 15)(self._is_special)
 
     @classmethod
     def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -87,6 +88,10 @@ class Tokenizer:
         """What the token adds to a text. Alone it is the beginning of one, where sentencepiece drops the space before a word."""
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :] if twice.startswith(once) else once
+
+    def _is_special(self, token_id: int) -> bool:
+        """Skipped where special tokens are. Twice, because a space alone would be dropped as the beginning of a text."""
+        return not self.decode([token_id, token_id], skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text, also where it is only a part of a character."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from torpor.engine.frontend import TextDelta
+from torpor.request import TokenLogprobs
 from torpor.server.context import ServerContext
 from torpor.server.generation import Choice, Tally, finish_word, now, run_jobs
 from torpor.server.logprobs import CompletionLogprobsBuilder
@@ -30,7 +31,7 @@ class CompletionAnswer:
         self._n = body.n or 1
         self._jobs = self._make_jobs()
         self._echoes = self._make_echoes()
-        self._logprobs = {i: CompletionLogprobsBuilder(context.frontend) for i in range(self._n * len(self._jobs))}
+        self._builders: dict[int, CompletionLogprobsBuilder] = {}
         self._tally = Tally(self._n)
 
     def _make_jobs(self) -> list[Job]:
@@ -72,7 +73,7 @@ class CompletionAnswer:
         return self._reply([self._whole_choice(c) for c in choices], self._last_fields(with_usage=True))
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
-        logprobs = self._logprobs[choice.index].build(choice.logprobs) if self._body.logprobs is not None else None
+        logprobs = self._logprobs(choice.index, choice.logprobs) if self._body.logprobs is not None else None
         return self._choice(choice.index, choice.text, logprobs, choice, choice.token_ids, first=True)
 
     async def chunks(self) -> AsyncGenerator[Reply, None]:
@@ -88,10 +89,17 @@ class CompletionAnswer:
 
     def _chunk_choice(self, delta: TextDelta, first: bool) -> CompletionChoice:
         text = (self._echo_of(delta.index) if first else "") + delta.text
-        logprobs = (
-            self._logprobs[delta.index].build(delta.logprobs) if self._body.logprobs is not None and delta.logprobs else None
-        )
+        wanted = self._body.logprobs is not None and delta.logprobs
+        logprobs = self._logprobs(delta.index, delta.logprobs or []) if wanted else None
         return self._choice(delta.index, text, logprobs, delta, delta.token_ids, first=first)
+
+    def _logprobs(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs:
+        """Only of what the engine has taken: other token ids may be none of the vocabulary."""
+        if index not in self._builders:
+            job, frontend = self._jobs[index // self._n], self._context.frontend
+            hides = job.sampling.skip_special_tokens
+            self._builders[index] = CompletionLogprobsBuilder(frontend, job.prompt_token_ids, hides_special=hides)
+        return self._builders[index].build(positions)
 
     def _chunk_fields(self, delta: TextDelta) -> dict[str, Any]:
         fields: dict[str, Any] = {}
