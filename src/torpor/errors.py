@@ -6,6 +6,7 @@
     │   ├── ModelError         the model's files are missing, damaged or not supported
     │   └── ConnectorError     the connector is unknown, not installed, or refused
     ├── RequestError           one request is wrong; everybody else is served   (also ValueError)
+    │   └── ContextLengthError its prompt is longer than the context
     ├── StateError             the call is wrong in the present state
     │   ├── AsleepError        the engine sleeps; retry after the wake
     │   └── SleepAborted       a deadline, a wake or a hook stopped a sleep; the engine is awake
@@ -65,6 +66,10 @@ class ConnectorError(ConfigurationError):
 
 class RequestError(TorporError, ValueError):
     """Fields: ``param``, the field of the request that is wrong."""
+
+
+class ContextLengthError(RequestError):
+    """Fields: ``param``, ``limit``, ``setting`` (what would allow it), ``tokens`` where they were counted."""
 
 
 class StateError(TorporError):

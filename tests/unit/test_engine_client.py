@@ -20,7 +20,15 @@ from torpor.engine.frontend import Frontend
 from torpor.engine.output_processor import OutputProcessor, TextDelta
 from torpor.engine.protocol import Call, Outputs, Sleep, decode_to_client, decode_to_core, encode
 from torpor.engine.tokenizer import Tokenizer
-from torpor.errors import AsleepError, ConfigurationError, DeviceError, EngineDeadError, RequestError, SleepAborted
+from torpor.errors import (
+    AsleepError,
+    ConfigurationError,
+    ContextLengthError,
+    DeviceError,
+    EngineDeadError,
+    RequestError,
+    SleepAborted,
+)
 from torpor.models.config import ModelConfig
 from torpor.request import EngineOutput, FinishReason, GenerationRequest, SamplingParams
 from torpor.scheduler.output import RunnerOutput, SchedulerOutput
@@ -338,6 +346,38 @@ def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
         tokenizer.encode_chat([{"role": "robot", "content": "x"}])
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(byte_tokenizer(chat_template=None)).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "kind"),
+    [
+        ("{{ messages[0].content }}", "x" * 128, ContextLengthError),
+        ("{{ messages[0].content }}", "x" * 100_000, ContextLengthError),
+        ("{{ messages[0].content }}", "\ud800", RequestError),
+        ("{% if false %}{% endif %}", "x", RequestError),
+    ],
+    ids=["too long", "too long to be tokenized", "no Unicode", "no tokens"],
+)
+async def test_what_is_wrong_with_a_conversation_is_said_of_the_messages(
+    client: InprocEngineClient, template: str, content: str, kind: type[RequestError]
+) -> None:
+    frontend = Frontend(client, Tokenizer(byte_tokenizer(chat_template=template)))
+    with pytest.raises(RequestError) as caught:
+        frontend.encode_chat([{"role": "user", "content": content}])
+    assert (type(caught.value), caught.value.param) == (kind, "messages")
+
+
+async def test_a_prompt_that_is_longer_than_the_kv_cache_is_refused_at_the_door(tokenizer: Tokenizer) -> None:
+    config = EngineConfig(model=ModelConfig(source="fake"))
+    small = await InprocEngineClient.start(config, factory=lambda **calls: fake_core(config, FakeWorker(num_blocks=4), **calls))
+    room = small.info.num_blocks * small.info.block_size
+    assert room < small.info.max_model_len
+    frontend = Frontend(small, tokenizer)
+    with pytest.raises(ContextLengthError, match="num_blocks") as caught:
+        frontend.encode_chat([{"role": "user", "content": "x" * room}])
+    assert (caught.value.param, caught.value.limit) == ("messages", room)
+    frontend.check([1] * (room - 1), SamplingParams())
+    await small.shutdown()
 
 
 def test_tokens_by_themselves(tokenizer: Tokenizer) -> None:

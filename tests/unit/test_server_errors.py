@@ -19,6 +19,7 @@ STATUSES: dict[type[errors.TorporError], tuple[int, str]] = {
     errors.ModelError: (500, "model_error"),
     errors.ConnectorError: (409, "connector_refused"),
     errors.RequestError: (400, "invalid_value"),
+    errors.ContextLengthError: (400, "context_length_exceeded"),
     errors.StateError: (409, "wrong_state"),
     errors.AsleepError: (503, "engine_asleep"),
     errors.SleepAborted: (409, "sleep_aborted"),
@@ -126,7 +127,8 @@ BAD_BODIES = [
     ("/v1/completions", completion(prompt=[1, "a"]), "invalid_value", "prompt"),
     ("/v1/completions", completion(prompt=[-1]), "invalid_value", "prompt"),
     ("/v1/completions", completion(prompt=[257]), "invalid_value", "prompt"),
-    ("/v1/completions", completion(prompt="x" * 257), "invalid_value", "prompt"),
+    ("/v1/completions", completion(prompt="x" * 257), "context_length_exceeded", "prompt"),
+    ("/v1/completions", completion(prompt="x" * 70000), "context_length_exceeded", "prompt"),
     ("/v1/completions", {"model": "fake"}, "invalid_value", "prompt"),
     ("/v1/completions", completion(echo=True, logprobs=1), "invalid_value", "echo"),
     ("/v1/completions", completion(suffix="end"), "unsupported_parameter", "suffix"),
@@ -139,6 +141,8 @@ BAD_BODIES = [
     ("/v1/chat/completions", chat(functions=[{}]), "unsupported_parameter", "functions"),
     ("/v1/chat/completions", chat(audio={"voice": "x"}), "unsupported_parameter", "audio"),
     ("/v1/chat/completions", chat(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
+    ("/v1/chat/completions", chat("x" * 257), "context_length_exceeded", "messages"),
+    ("/v1/chat/completions", chat("x" * 70000), "context_length_exceeded", "messages"),
     ("/v1/chat/completions", chat(top_logprobs=2), "invalid_value", "top_logprobs"),
     ("/v1/chat/completions", chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), "invalid_value", "chat_template_kwargs"),
     ("/v1/chat/completions", chat(chat_template_kwargs={"refuse": True}), "invalid_value", "messages"),
@@ -193,6 +197,18 @@ async def test_bodies_that_are_no_object_are_400(content: bytes, kind: str, code
     async with client_of(server_app(FakeEngine())) as client:
         response = await client.post("/v1/completions", content=content, headers={"content-type": kind})
         assert_openai_shape(response, 400, code)
+
+
+async def test_half_a_surrogate_pair_is_the_fault_of_the_field_it_was_in() -> None:
+    async with client_of(server_app(FakeEngine())) as client:
+        headers = {"content-type": "application/json"}
+        talk = b'{"messages":[{"role":"user","content":"a\\ud800"}]}'
+        for path, content, param in (
+            ("/v1/completions", b'{"prompt":"\\ud800"}', "prompt"),
+            ("/v1/completions", b'{"prompt":"a","stop":"\\ud800"}', "stop"),
+            ("/v1/chat/completions", talk, "messages"),
+        ):
+            assert_openai_shape(await client.post(path, content=content, headers=headers), 400, "invalid_value", param)
 
 
 async def test_nan_is_no_number() -> None:

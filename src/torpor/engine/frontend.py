@@ -12,7 +12,7 @@ import msgspec
 
 from torpor.engine.base import EngineClient, EngineInfo
 from torpor.engine.output_processor import OutputProcessor, TextDelta
-from torpor.engine.sampling_checks import check_sampling_params, check_token_ids, check_transfer_params
+from torpor.engine.sampling_checks import check_length, check_sampling_params, check_token_ids, check_transfer_params
 from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import BugError, RemoteError, RequestError
 from torpor.request import FinishReason, GenerationRequest, SamplingParams
@@ -53,8 +53,11 @@ class Frontend:
         return self._tokenizer.encode(text, max_tokens=self.info.max_model_len)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation through the model's chat template. RequestError when it has none or refuses."""
-        return self._tokenizer.encode_chat(messages, template_kwargs, max_tokens=self.info.max_model_len)
+        """Token ids of a conversation through the model's chat template. RequestError when it has none or refuses, and where
+        ``check`` would speak of a prompt that the client has never seen."""
+        ids = self._tokenizer.encode_chat(messages, template_kwargs, max_tokens=self.info.max_model_len)
+        self._check_prompt(ids, "messages")
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -75,19 +78,15 @@ class Frontend:
         if not 1 <= n <= MAX_CHOICES:
             raise RequestError(f"n must be from 1 to {MAX_CHOICES}, not {n!r}", param="n", value=n)
         check_sampling_params(sampling, self.vocab_size)
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty: it has no tokens", param="prompt")
-        check_token_ids("prompt", prompt_token_ids, self.vocab_size)
-        tokens, limit = len(prompt_token_ids), self.info.max_model_len
-        if tokens >= limit:
-            raise RequestError(
-                f"the prompt has {tokens} tokens, but the context (max_model_len) is {limit}, one of them for the answer: "
-                "shorten it, or start the engine with a larger max_model_len",
-                param="prompt",
-                tokens=tokens,
-                limit=limit,
-                setting="max_model_len",
-            )
+        self._check_prompt(prompt_token_ids, "prompt")
+
+    def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty: it has no tokens", param=param)
+        check_token_ids(param, token_ids, self.vocab_size)
+        info = self.info
+        check_length(param, len(token_ids), info.max_model_len, "the context (max_model_len)", "max_model_len")
+        check_length(param, len(token_ids), info.num_blocks * info.block_size, "the whole KV cache", "num_blocks")
 
     async def generate(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from torpor.errors import RequestError
+from torpor.errors import ContextLengthError, RequestError
 from torpor.request import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -75,6 +75,19 @@ def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> No
     worst = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
     if not 0 <= worst < vocab_size:
         raise _refusal(param, worst, f"token ids from 0 to {vocab_size - 1}")
+
+
+def check_length(param: str, tokens: int, limit: int, what: str, setting: str) -> None:
+    """ContextLengthError when so many tokens leave no room for one of the answer in ``what``, which ``setting`` could enlarge."""
+    if tokens >= limit:
+        raise ContextLengthError(
+            f"the prompt has {tokens} tokens, but {what} has room for {limit}, one of them for the answer: shorten it, or start "
+            f"the engine with a larger {setting}",
+            param=param,
+            tokens=tokens,
+            limit=limit,
+            setting=setting,
+        )
 
 
 def check_transfer_params(params: dict[str, Any] | None) -> None:

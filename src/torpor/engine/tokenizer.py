@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from torpor.errors import ModelError, RequestError
+from torpor.errors import ContextLengthError, ModelError, RequestError
 
 SHORT_TEXT = 1 << 16  # characters; up to here a text is tokenized without a look at its length
 
@@ -41,22 +41,25 @@ class Tokenizer:
         vocabulary = getattr(self._tokenizer, "get_vocab", None)
         return max(map(len, vocabulary())) if vocabulary is not None else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """RequestError for text that is not valid Unicode, and for one that is certain to have more than ``max_tokens``: finding
-        out how many would take seconds and gigabytes."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """RequestError, of the field ``param``, for text that is not valid Unicode; ContextLengthError for one that is certain to
+        have more than ``max_tokens``: finding out how many would take seconds and gigabytes."""
         if max_tokens is not None:
-            self._check_length(text, max_tokens)
+            self._check_length(text, max_tokens, param)
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            text.encode()  # tokenizers only say that it is no text
         except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error}", param="prompt") from error
+            raise RequestError(f"the prompt is not valid Unicode: {error}", param=param) from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
         if len(text) <= SHORT_TEXT or self._longest_token is None or len(text) <= max_tokens * self._longest_token:
             return
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(text)} characters, more than {max_tokens} tokens (max_model_len) can be: shorten it",
-            param="prompt",
+            param=param,
             limit=max_tokens,
             setting="max_model_len",
         )
@@ -76,7 +79,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # whatever a template raises, it is about this conversation
             raise RequestError(f"the chat template does not take this conversation: {error}", param="messages") from error
-        return self.encode(str(text), add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode(str(text), add_special_tokens=False, max_tokens=max_tokens, param="messages")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text = self._tokenizer.decode(

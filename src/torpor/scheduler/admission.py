@@ -6,7 +6,7 @@ import secrets
 
 import msgspec
 
-from torpor.errors import RequestError
+from torpor.errors import ContextLengthError, RequestError
 from torpor.kvcache.manager import KVCacheManager
 from torpor.kvcache.prefix import MAX_TOKEN_ID
 from torpor.request import GenerationRequest, SamplingParams
@@ -37,15 +37,21 @@ def _check_prompt(prompt: list[int], kv: KVCacheManager, max_model_len: int) -> 
         raise RequestError("the prompt has no tokens", param="prompt")
     # One position is left for the first generated token.
     if len(prompt) >= max_model_len:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, more than the {max_model_len - 1} that max_model_len ({max_model_len}) allows",
             param="prompt",
+            tokens=len(prompt),
+            limit=max_model_len,
+            setting="max_model_len",
         )
     if len(prompt) >= kv.capacity_tokens:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens; the whole KV cache has room for {kv.capacity_tokens - 1}"
             f" ({kv.num_blocks} blocks of {kv.block_size}): raise num_blocks or kv_cache_bytes",
             param="prompt",
+            tokens=len(prompt),
+            limit=kv.capacity_tokens,
+            setting="num_blocks",
         )
     if min(prompt) < 0 or max(prompt) > MAX_TOKEN_ID:
         raise RequestError(f"the prompt has a token id outside 0..{MAX_TOKEN_ID}", param="prompt")

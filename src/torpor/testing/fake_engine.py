@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from torpor.engine.base import EngineInfo, EngineState, SleepMode, SleepRequest
-from torpor.errors import AsleepError, EngineDeadError, RequestError, StateError, TorporError, UnknownTagError
+from torpor.errors import AsleepError, ContextLengthError, EngineDeadError, StateError, TorporError, UnknownTagError
 from torpor.request import EngineOutput, FinishReason, GenerationRequest, TokenLogprobs
 
 EOS = 256
@@ -113,7 +113,8 @@ class FakeEngine:
             raise AsleepError(f"the engine is {self._state.value}", retry_after_s=5.0, state=self._state.value)
         if len(request.prompt_token_ids) >= self._info.max_model_len:
             limit = self._info.max_model_len
-            raise RequestError(f"the prompt has {len(request.prompt_token_ids)} tokens, the context {limit}", param="prompt")
+            tokens = len(request.prompt_token_ids)
+            raise ContextLengthError(f"the prompt has {tokens} tokens, the context {limit}", param="prompt")
 
     async def _outputs(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         tokens = [*self.reply.encode(), EOS]

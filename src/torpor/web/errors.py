@@ -32,6 +32,7 @@ TABLE: dict[type[errors.TorporError], ErrorStatus] = {
     errors.ModelError: ErrorStatus(500, SERVER, "model_error"),
     errors.ConnectorError: ErrorStatus(409, INVALID, "connector_refused"),
     errors.RequestError: ErrorStatus(400, INVALID, "invalid_value"),
+    errors.ContextLengthError: ErrorStatus(400, INVALID, "context_length_exceeded"),  # clients of OpenAI's look for it
     errors.StateError: ErrorStatus(409, INVALID, "wrong_state"),
     errors.AsleepError: ErrorStatus(503, UNAVAILABLE, "engine_asleep", retry=True),
     errors.SleepAborted: ErrorStatus(409, UNAVAILABLE, "sleep_aborted"),
