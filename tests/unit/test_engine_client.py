@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +20,7 @@ from torpor.engine.config import EngineConfig, SleepConfig
 from torpor.engine.core import EngineCore
 from torpor.engine.frontend import Frontend
 from torpor.engine.output_processor import OutputProcessor, TextDelta
-from torpor.engine.protocol import Call, Outputs, Sleep, decode_to_client, decode_to_core, encode
+from torpor.engine.protocol import Call, Outputs, Sleep, ToCore, decode_to_client, decode_to_core, encode
 from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import (
     AsleepError,
@@ -265,6 +267,56 @@ def test_messages_survive_the_wire() -> None:
     assert decode_to_client(encode(outputs)) == outputs
 
 
+class WiredClient(InprocEngineClient):
+    """Every message is sent as to a process of its own."""
+
+    def _send(self, message: ToCore) -> None:
+        super()._send(decode_to_core(encode(message)))
+
+
+@pytest.fixture
+async def wired() -> AsyncIterator[WiredClient]:
+    client = await WiredClient.start(EngineConfig(model=ModelConfig(source="fake")), factory=factory(FakeWorker()), timeout_s=20)
+    assert isinstance(client, WiredClient)
+    yield client
+    await client.shutdown()
+
+
+async def test_numpy_s_numbers_reach_a_core_in_a_process_of_its_own(wired: WiredClient, tokenizer: Tokenizer) -> None:
+    frontend = Frontend(wired, tokenizer)
+    plain = await collect(frontend, PROMPT, max_tokens=5, temperature=0.5, seed=3)
+    given = {"max_tokens": np.int64(5), "temperature": np.float64(0.5), "seed": np.int64(3)}
+    found = await collect(frontend, np.array(PROMPT).tolist(), n=np.int64(1), **given)  # type: ignore[arg-type]
+    assert [d.token_ids for d in found] == [d.token_ids for d in plain]
+    assert [d.token_ids for d in await collect(frontend, list(np.array(PROMPT)), **given)] == [d.token_ids for d in plain]
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (lambda c: c.sleep(SleepRequest(policies={"\ud800": "discard"})), "policies"),
+        (lambda c: c.sleep(SleepRequest(policies=["weights"])), "policies"),
+        (lambda c: c.sleep(SleepRequest(mode="now")), "mode"),
+        (lambda c: c.sleep(SleepRequest(level="1")), "level"),
+        (lambda c: c.sleep(SleepRequest(level=1 << 70)), "level"),
+        (lambda c: c.sleep(SleepRequest(deadline_s="soon")), "deadline_s"),
+        (lambda c: c.wake_up(["\ud800"]), "tags"),
+        (lambda c: c.wake_up([1]), "tags"),
+        (lambda c: c.pause("now"), "mode"),
+        (lambda c: c.update_weights("\ud800"), "model"),
+        (lambda c: c.update_weights(Path("/w")), "model"),
+    ],
+)
+async def test_what_the_core_could_not_read_is_refused_by_name_and_nothing_waits_for_it(
+    wired: WiredClient, call: Callable[[InprocEngineClient], Coroutine[Any, Any, Any]], param: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^{param} cannot be sent") as caught:
+        await call(wired)
+    assert caught.value.param == param
+    assert wired._calls == {}
+    assert len(await tokens(wired, request("a"))) == 8
+
+
 # ---- the front end ------------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +358,7 @@ async def test_n_choices_come_with_their_index(frontend: Frontend) -> None:
         ([1] * 128, 1, {}, "prompt"),
         ([70000], 1, {}, "prompt"),
         (PROMPT, 0, {}, "n"),
+        (PROMPT, 2.0, {}, "n"),
         (PROMPT, 1, {"temperature": -1.0}, "temperature"),
         (PROMPT, 1, {"top_p": 2.0}, "top_p"),
         (PROMPT, 1, {"max_tokens": 0}, "max_tokens"),

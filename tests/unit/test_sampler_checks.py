@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from torpor.engine.sampling_checks import check_sampling_params, check_token_ids
+from torpor.engine.sampling_checks import check_sampling_params, check_token_ids, plain_sampling, plain_token_ids
 from torpor.errors import RequestError
 from torpor.request import SamplingParams
 
@@ -55,6 +57,10 @@ def test_accepted(params: dict[str, Any]) -> None:
         ("stop", ("",)),
         ("stop", (3,)),
         ("stop", "ab"),
+        ("stop", ("a", "\ud800")),
+        ("temperature", np.float32("nan")),
+        ("max_tokens", np.int64(0)),
+        ("seed", np.float64(1)),
         ("stop", None),
         ("stop_token_ids", (100,)),
         ("stop_token_ids", (-1,)),
@@ -92,6 +98,48 @@ def test_what_is_no_integer_is_no_token_id(bad: list[Any]) -> None:
     with pytest.raises(RequestError, match="integers") as caught:
         check_token_ids("prompt", bad, 10)
     assert caught.value.param == "prompt"
+
+
+class Word(str):
+    pass
+
+
+class Temperature(float):
+    pass
+
+
+class Order(enum.IntEnum):
+    SECOND = 2
+
+
+class Choice(str, enum.Enum):
+    END = "END"
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"temperature": np.float64(0.5)}, {"temperature": 0.5}),
+        ({"temperature": np.float32(0.5), "top_p": np.float16(0.5)}, {"temperature": 0.5, "top_p": 0.5}),
+        ({"temperature": Temperature(2)}, {"temperature": 2.0}),
+        ({"max_tokens": np.int64(7), "min_tokens": np.uint8(3)}, {"max_tokens": 7, "min_tokens": 3}),
+        ({"seed": np.int32(-4), "top_k": Order.SECOND}, {"seed": -4, "top_k": 2}),
+        ({"stop": [Word("a"), Choice.END, np.str_("b")]}, {"stop": ("a", "END", "b")}),
+        ({"stop_token_ids": list(np.arange(3))}, {"stop_token_ids": (0, 1, 2)}),
+        ({}, {}),
+    ],
+)
+def test_what_is_accepted_can_be_sent_and_read(given: dict[str, Any], plain: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    check_sampling_params(params, 100)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plain_sampling(params)), type=SamplingParams)
+    assert sent == SamplingParams(**plain)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], (1, 2), np.arange(1, 3), [1, np.uint16(2)]])
+def test_token_ids_become_plain(ids: Any) -> None:
+    found = plain_token_ids(ids)
+    assert (found, {type(t) for t in found}) == ([1, 2], {int})
 
 
 def test_numpy_s_integers_are_integers() -> None:

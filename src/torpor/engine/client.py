@@ -44,6 +44,7 @@ from torpor.engine.protocol import (
     ToCore,
     UpdateWeights,
     WakeUp,
+    check_operation,
 )
 from torpor.engine.pulse import Pulse
 from torpor.errors import EngineDeadError, RemoteError, RequestError, TorporError
@@ -173,10 +174,10 @@ class EngineClientBase:
             raise self._dead_error()
 
     def _begin(self, operation: Operation) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        check_operation(operation)
         call = next(self._call_ids)
-        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._calls[call] = future
         self._send(Call(id=call, operation=operation))
+        future = self._calls[call] = self._loop.create_future()  # the reply is a later turn's, and what is not sent has none
         return call, future
 
     async def _call(self, operation: Operation) -> dict[str, Any]:

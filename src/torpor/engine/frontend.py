@@ -12,7 +12,15 @@ import msgspec
 
 from torpor.engine.base import EngineClient, EngineInfo
 from torpor.engine.output_processor import OutputProcessor, TextDelta
-from torpor.engine.sampling_checks import check_length, check_sampling_params, check_token_ids, check_transfer_params
+from torpor.engine.sampling_checks import (
+    check_length,
+    check_range,
+    check_sampling_params,
+    check_token_ids,
+    check_transfer_params,
+    plain_sampling,
+    plain_token_ids,
+)
 from torpor.engine.tokenizer import Tokenizer
 from torpor.errors import BugError, RemoteError, RequestError
 from torpor.request import FinishReason, GenerationRequest, SamplingParams
@@ -75,8 +83,7 @@ class Frontend:
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> None:
         """RequestError naming the field that is wrong: what can be known without asking the engine."""
-        if not 1 <= n <= MAX_CHOICES:
-            raise RequestError(f"n must be from 1 to {MAX_CHOICES}, not {n!r}", param="n", value=n)
+        check_range("n", n, 1, MAX_CHOICES, integer=True)
         check_sampling_params(sampling, self.vocab_size)
         self._check_prompt(prompt_token_ids, "prompt")
 
@@ -91,7 +98,7 @@ class Frontend:
     async def generate(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         n: int = 1,
@@ -105,6 +112,7 @@ class Frontend:
         """
         self.check(prompt_token_ids, sampling, n)
         check_transfer_params(kv_transfer_params)
+        prompt_token_ids, sampling = plain_token_ids(prompt_token_ids), plain_sampling(sampling)
         choices = [
             self._choice(
                 index,

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from torpor.engine.base import SleepMode, SleepRequest
+from torpor.errors import RequestError
 from torpor.request import EngineOutput, GenerationRequest
 
 MAX_MESSAGE_BYTES = 256 << 20  # a longer frame closes the connection: both ends are ours, so it is damage, not load
@@ -139,3 +140,15 @@ def decode_to_core(data: bytes) -> ToCore:
 
 def decode_to_client(data: bytes) -> ToClient:
     return _to_client.decode(data)
+
+
+def check_operation(operation: Operation) -> None:
+    """RequestError for the first field that the core could not read: it would end, and with it everybody's requests."""
+    part: msgspec.Struct = operation.request if isinstance(operation, Sleep) else operation
+    for field in msgspec.structs.fields(part):
+        value = getattr(part, field.name)
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            message = f"{field.name} cannot be sent to the engine: {error}"
+            raise RequestError(message, param=field.name, value=repr(value)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -42,13 +42,13 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     """RequestError whose ``param`` is the first field that is out of range, or of a type that the engine's process cannot read:
     it would end, and with it everybody's requests."""
     for name, (low, high) in _NUMBERS.items():
-        _in_range(name, getattr(params, name), low, high)
+        check_range(name, getattr(params, name), low, high)
     for name, (low, high) in _INTEGERS.items():
-        _in_range(name, getattr(params, name), low, high, integer=True)
+        check_range(name, getattr(params, name), low, high, integer=True)
     for name, (low, high) in _OPTIONAL_INTEGERS.items():
         if getattr(params, name) is not None:
-            _in_range(name, getattr(params, name), low, high, integer=True)
-    _in_range("top_p", params.top_p, 0.0, 1.0, above=True)
+            check_range(name, getattr(params, name), low, high, integer=True)
+    check_range("top_p", params.top_p, 0.0, 1.0, above=True)
     if params.min_tokens > params.max_tokens:
         raise _refusal("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
     for name in _SWITCHES:
@@ -60,9 +60,30 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     for text in params.stop:
         if not isinstance(text, str) or not text:
             raise _refusal("stop", text, "a string that is not empty")
+        if not _is_unicode(text):
+            raise _refusal("stop", text, "a string of valid Unicode")
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:  # each of them is looked at with every token
         raise _refusal("stop_token_ids", len(params.stop_token_ids), f"a list of at most {MAX_STOP_TOKEN_IDS}")
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def plain_sampling(params: SamplingParams) -> SamplingParams:
+    """Checked ones as what can be sent to the engine: numpy's numbers, and subclasses of Python's, cannot."""
+    fields: dict[str, Any] = {name: float(getattr(params, name)) for name in (*_NUMBERS, "top_p")}
+    fields |= {name: int(getattr(params, name)) for name in _INTEGERS}
+    for name in _OPTIONAL_INTEGERS:
+        value = getattr(params, name)
+        fields[name] = None if value is None else int(value)
+    fields["stop"] = tuple("".join(text) for text in params.stop)  # str() of an enum's member is its name
+    fields["stop_token_ids"] = tuple(map(int, params.stop_token_ids))
+    return msgspec.structs.replace(params, **fields)
+
+
+def plain_token_ids(token_ids: Sequence[int]) -> list[int]:
+    """The same of checked token ids."""
+    if isinstance(token_ids, list) and set(map(type, token_ids)) == {int}:
+        return token_ids
+    return list(map(int, token_ids))
 
 
 def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -108,6 +129,15 @@ def check_transfer_params(params: dict[str, Any] | None) -> None:
     raise _bad_transfer(f"are nested more than {_MAX_TRANSFER_DEPTH} deep")
 
 
+def _is_unicode(text: str) -> bool:
+    """Half a surrogate pair is not, and cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _inner(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
@@ -116,10 +146,11 @@ def _bad_transfer(reason: str) -> RequestError:
     return RequestError(f"kv_transfer_params {reason}", param="kv_transfer_params")
 
 
-def _in_range(name: str, value: object, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
-    kinds = (int,) if integer else (int, float)
+def check_range(name: str, value: Any, low: float, high: float, *, integer: bool = False, above: bool = False) -> None:
+    """RequestError unless it is a number (also one of numpy's) from ``low`` to ``high``."""
+    number = not isinstance(value, bool) and isinstance(value, Integral if integer else Real)
     # NaN and the infinities fail the comparison; integers of any size survive it.
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    fits = number and low <= value <= high
     if fits and not (above and value == low):
         return
     kind = "an integer" if integer else "a number"
