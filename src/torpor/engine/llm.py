@@ -17,20 +17,19 @@ from concurrent.futures import Future, wait
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine.base import EngineInfo, EngineState, SleepMode, SleepRequest
 from torpor.engine.client import AsyncEngineClient, InprocEngineClient
 from torpor.engine.config import EngineConfig
 from torpor.engine.frontend import Frontend
+from torpor.engine.llm_inputs import Messages, Prompt, as_conversations, as_prompts, one_each
 from torpor.engine.output_processor import TextDelta
 from torpor.engine.settings import config_from_settings
-from torpor.errors import ConfigurationError, EngineDeadError
+from torpor.errors import EngineDeadError
 from torpor.request import FinishReason, SamplingParams, TokenLogprobs
 
-Prompt: TypeAlias = "str | list[int]"
-Messages: TypeAlias = "list[dict[str, Any]]"
 T = TypeVar("T")
 ENDS_ITSELF_S, PUT_AWAY_S = 1.0, 60.0
 LISTENS_S = 0.5
@@ -105,8 +104,8 @@ class LLM:
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One result per prompt, in their order; a prompt is text or token ids. One SamplingParams for all, or one each. The
-        first error ends all of them and is raised."""
-        asked = [(p, self._frontend.encode(p)) if isinstance(p, str) else (None, p) for p in _as_prompts(prompts)]
+        first error ends all of them and is raised; what is no prompt is a RequestError before any of them begins."""
+        asked = [(p, self._frontend.encode(p)) if isinstance(p, str) else (None, p) for p in as_prompts(prompts)]
         return self._generate(asked, sampling, n, kv_transfer_params)
 
     def chat(
@@ -118,7 +117,7 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """``generate`` for one conversation, or several, through the model's chat template."""
-        asked = [(None, self._frontend.encode_chat(messages, template_kwargs)) for messages in _as_conversations(conversations)]
+        asked = [(None, self._frontend.encode_chat(messages, template_kwargs)) for messages in as_conversations(conversations)]
         return self._generate(asked, sampling, n, None)
 
     def sleep(
@@ -177,7 +176,9 @@ class LLM:
         n: int,
         kv_transfer_params: dict[str, Any] | None,
     ) -> list[RequestOutput]:
-        params = _one_each(sampling, len(asked))
+        params = one_each(sampling, len(asked))
+        for (_, token_ids), sampling_params in zip(asked, params, strict=True):
+            self._frontend.check(token_ids, sampling_params, n)
         requests = [
             RequestOutput(
                 request_id=f"llm-{next(self._ids)}",
@@ -187,8 +188,6 @@ class LLM:
             )
             for text, token_ids in asked
         ]
-        for request, sampling_params in zip(requests, params, strict=True):
-            self._frontend.check(request.prompt_token_ids, sampling_params, n)
         self._run(self._gather(requests, params, n, kv_transfer_params))
         return requests
 
@@ -230,35 +229,12 @@ def _add(request: RequestOutput, delta: TextDelta) -> None:
     request.kv_transfer_params = delta.kv_transfer_params or request.kv_transfer_params
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [[p for p in prompts if isinstance(p, int)]]
-    return [p if isinstance(p, str) else list(p) for p in prompts if not isinstance(p, int)]
-
-
-def _as_conversations(conversations: Messages | Sequence[Messages]) -> list[Messages]:
-    one = [message for message in conversations if isinstance(message, dict)]
-    return [one] if one else [messages for messages in conversations if isinstance(messages, list)]
-
-
 async def _start_client(
     config: EngineConfig, in_process: bool, progress: Callable[[str, float], None] | None
 ) -> InprocEngineClient | AsyncEngineClient:
     if in_process:
         return await InprocEngineClient.start(config, progress=progress)
     return await AsyncEngineClient.start(config, progress=progress)
-
-
-def _one_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise ConfigurationError(
-            f"{len(sampling)} sampling parameters for {count} prompts: give one for all, or one each", setting="sampling"
-        )
-    return list(sampling)
 
 
 class _LoopThread:
