@@ -181,6 +181,43 @@ async def test_the_message_shows_the_value_and_what_would_be_right() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "a text must not be empty (given: '')"),
+        (5, "a text, token ids, or a list of either is needed (given: 5)"),
+        (None, "a text, token ids, or a list of either is needed"),
+        ({"a": 1}, "a text, token ids, or a list of either is needed"),
+        ([None], "a text, token ids, or a list of either is needed"),
+        ([1.0], "a text, token ids, or a list of either is needed"),
+        ([], "a list of 1 to 1024 prompts is needed, this one has 0"),
+        (["a"] * 1025, "a list of 1 to 1024 prompts is needed, this one has 1025"),
+        ([1] * ((1 << 21) + 1), "a list of 1 to 2097152 token ids is needed, this one has 2097153"),
+        ([[1]] * 1025, "a list of 1 to 1024 prompts is needed, this one has 1025"),
+        (["a", ""], "item 1: a text must not be empty"),
+        (["a", 5], "item 1: a text is needed, as the first item is one"),
+        ([1, "a"], "item 1: token ids are integers from 0 to 2147483647"),
+        ([-1], "item 0: token ids are integers from 0 to 2147483647"),
+        ([1, 2**31], "item 1: token ids are integers from 0 to 2147483647"),
+        ([True], "item 0: token ids are integers from 0 to 2147483647"),
+        ([[]], "item 0: a list of 1 to 2097152 token ids is needed, this one has 0"),
+        ([[1], "a"], "item 1: a list of token ids is needed, as the first item is one"),
+        ([[1], [2, 3.0]], "item 1: item 1: token ids are integers from 0 to 2147483647"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+async def test_a_prompt_is_told_what_is_wrong_with_it(prompt: Any, message: str) -> None:
+    async with client_of(server_app(FakeEngine(), max_body_bytes=1 << 24)) as client:
+        response = await client.post("/v1/completions", json=completion(prompt))
+    assert assert_openai_shape(response, 400, "invalid_value", "prompt")["message"] == f"prompt: {message}"
+
+
+@pytest.mark.parametrize("prompt", ["a", [97], ["a", "b"], [[97], [98]]])
+async def test_each_kind_of_prompt_is_taken(prompt: Any) -> None:
+    async with client_of(server_app(FakeEngine())) as client:
+        assert (await client.post("/v1/completions", json=completion(prompt))).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("content", "kind", "code"),
     [
         (b"{nope", "application/json", "invalid_json"),

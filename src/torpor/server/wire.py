@@ -6,14 +6,25 @@ Harmless ones (``user``, ``metadata``, ...) are accepted and have no effect.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from torpor.engine.sampling_checks import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TEMPERATURE, REPETITION_PENALTIES
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 MAX_PROMPTS = 1024
 MAX_PROMPT_TOKENS = 1 << 21
 MAX_MESSAGES = 1 << 14
@@ -41,18 +52,54 @@ def check_few(data: Any) -> Any:
     return data
 
 
-def check_prompt(data: Any) -> Any:
-    """Here, so that the refusal speaks of the size and not of the first of four types that did not fit."""
-    if isinstance(data, list):
-        what, most = ("tokens", MAX_PROMPT_TOKENS) if data and isinstance(data[0], int) else ("prompts", MAX_PROMPTS)
-        if not 0 < len(data) <= most:
-            raise PydanticCustomError(
-                "prompt_size",
-                "a list of 1 to {most} {what} is needed, this one has {found}",
-                {"most": most, "what": what, "found": len(data)},
-            )
-    return data
+def check_prompt(data: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Here, because pydantic would speak of the first of four types that did not fit."""
+    try:
+        return validate(data)
+    except ValidationError:
+        raise PydanticCustomError("prompt", "{what}", {"what": wrong_prompt(data)}) from None
 
+
+def wrong_prompt(data: Any) -> str:
+    """What keeps it from being what it, or its first item, promises to be."""
+    if isinstance(data, str):
+        return _wrong_text(data)
+    first = data[0] if isinstance(data, list) and data else data
+    check = next((check for kind, check in _WRONG.items() if isinstance(first, kind)), None)
+    if not isinstance(data, list) or check is None:
+        return "a text, token ids, or a list of either is needed"
+    what, most = ("token ids", MAX_PROMPT_TOKENS) if check is _wrong_token else ("prompts", MAX_PROMPTS)
+    return _wrong_item(data, check, what, most)
+
+
+def _wrong_item(data: list[Any], check: Callable[[Any], str], what: str, most: int) -> str:
+    if not 0 < len(data) <= most:
+        return f"a list of 1 to {most} {what} is needed, this one has {len(data)}"
+    return next((f"item {index}: {wrong}" for index, item in enumerate(data) if (wrong := check(item))), "")
+
+
+def _wrong_text(item: Any) -> str:
+    if not isinstance(item, str):
+        return "a text is needed, as the first item is one"
+    try:
+        item.encode()
+    except UnicodeEncodeError as error:
+        return f"the text is not valid Unicode: {error}"
+    return "" if item else "a text must not be empty"
+
+
+def _wrong_token(item: Any) -> str:
+    fits = type(item) is int and 0 <= item <= MAX_TOKEN_ID
+    return "" if fits else f"token ids are integers from 0 to {MAX_TOKEN_ID}"
+
+
+def _wrong_tokens(item: Any) -> str:
+    if not isinstance(item, list):
+        return "a list of token ids is needed, as the first item is one"
+    return _wrong_item(item, _wrong_token, "token ids", MAX_PROMPT_TOKENS)
+
+
+_WRONG: dict[type, Callable[[Any], str]] = {str: _wrong_text, int: _wrong_token, list: _wrong_tokens}
 
 Extras = Annotated[dict[str, Any], BeforeValidator(check_few)]
 
@@ -176,7 +223,7 @@ class GenerationBody(StrictModel):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[Prompt | Prompts | Tokens | TokenPrompts, BeforeValidator(check_prompt)]
+    prompt: Annotated[Prompt | Prompts | Tokens | TokenPrompts, WrapValidator(check_prompt)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
