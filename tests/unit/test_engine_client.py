@@ -416,7 +416,7 @@ async def test_what_is_wrong_with_a_conversation_is_said_of_the_messages(
 ) -> None:
     frontend = Frontend(client, Tokenizer(byte_tokenizer(chat_template=template)))
     with pytest.raises(RequestError) as caught:
-        frontend.encode_chat([{"role": "user", "content": content}])
+        frontend.check(frontend.encode_chat([{"role": "user", "content": content}]), SamplingParams(), param="messages")
     assert (type(caught.value), caught.value.param) == (kind, "messages")
 
 
@@ -427,8 +427,8 @@ async def test_a_prompt_that_is_longer_than_the_kv_cache_is_refused_at_the_door(
     assert room < small.info.max_model_len
     frontend = Frontend(small, tokenizer)
     with pytest.raises(ContextLengthError, match="num_blocks") as caught:
-        frontend.encode_chat([{"role": "user", "content": "x" * room}])
-    assert (caught.value.param, caught.value.limit) == ("messages", room)
+        frontend.check([1] * room, SamplingParams())
+    assert (caught.value.tokens, caught.value.limit) == (room, room)
     frontend.check([1] * (room - 1), SamplingParams())
     await small.shutdown()
 

@@ -19,7 +19,7 @@ from torpor.engine.client import InprocEngineClient
 from torpor.engine.config import EngineConfig
 from torpor.engine.frontend import Frontend
 from torpor.engine.tokenizer import Tokenizer
-from torpor.errors import RequestError
+from torpor.errors import ContextLengthError, RequestError
 from torpor.testing.engine import FakeWorker, fake_core
 from torpor.testing.tokenizers import byte_tokenizer
 
@@ -156,3 +156,9 @@ def test_one_conversation_and_several(llm: LLM) -> None:
 def test_what_is_no_conversation_is_refused_by_its_place(llm: LLM, conversations: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.chat(conversations, THREE)
+
+
+def test_a_conversation_that_is_too_long_is_the_fault_of_the_messages(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError) as caught:
+        llm.chat([{"role": "user", "content": "x" * 200}], THREE)
+    assert caught.value.param == "messages"

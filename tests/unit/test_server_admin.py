@@ -286,6 +286,8 @@ async def test_metrics_count_what_happened() -> None:
         await client.post("/v1/chat/completions", json=chat())
         await client.post("/v1/completions", json=completion(["a", "b"], max_tokens=2))
         await client.post("/v1/completions", json=completion("x" * 300))
+        await client.post("/v1/completions", json=completion([300]))
+        await client.post("/v1/chat/completions", json=chat("x" * 300))
         await client.post("/sleep")
         await client.post("/v1/completions", json=completion())
         engine.fail_next["wake_up"] = HookError("after_map hook failed", hook="connector", tag="kv_cache", phase="after_map")
@@ -295,6 +297,8 @@ async def test_metrics_count_what_happened() -> None:
     assert seen["torpor_requests_total", labels(route="completions", outcome="length")] == 1
     assert seen["torpor_requests_total", labels(route="completions", outcome="engine_asleep")] == 1
     assert seen["torpor_requests_total", labels(route="completions", outcome="invalid_value")] == 1
+    for route in ("completions", "chat"):
+        assert seen["torpor_requests_total", labels(route=route, outcome="context_length_exceeded")] == 1
     assert seen["torpor_requests_open", labels(route="chat")] == 0
     assert seen["torpor_prompt_tokens_total", ()] == len("user: hi\n") + 2
     assert seen["torpor_generation_tokens_total", ()] == 4 + 4

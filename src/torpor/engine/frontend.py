@@ -61,11 +61,8 @@ class Frontend:
         return self._tokenizer.encode(text, max_tokens=self.info.max_model_len)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation through the model's chat template. RequestError when it has none or refuses, and where
-        ``check`` would speak of a prompt that the client has never seen."""
-        ids = self._tokenizer.encode_chat(messages, template_kwargs, max_tokens=self.info.max_model_len)
-        self._check_prompt(ids, "messages")
-        return ids
+        """Token ids of a conversation through the model's chat template. RequestError when it has none or refuses."""
+        return self._tokenizer.encode_chat(messages, template_kwargs, max_tokens=self.info.max_model_len)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -81,19 +78,17 @@ class Frontend:
         """No text shows it, unless ``skip_special_tokens`` is off."""
         return self._tokenizer.is_special(token_id)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> None:
-        """RequestError naming the field that is wrong: what can be known without asking the engine."""
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, n: int = 1, *, param: str = "prompt") -> None:
+        """RequestError naming the field that is wrong: what can be known without asking the engine. ``param`` is the one that the
+        prompt was made of."""
         check_range("n", n, 1, MAX_CHOICES, integer=True)
         check_sampling_params(sampling, self.vocab_size)
-        self._check_prompt(prompt_token_ids, "prompt")
-
-    def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
-        if not token_ids:
+        if not prompt_token_ids:
             raise RequestError("the prompt is empty: it has no tokens", param=param)
-        check_token_ids(param, token_ids, self.vocab_size)
-        info = self.info
-        check_length(param, len(token_ids), info.max_model_len, "the context (max_model_len)", "max_model_len")
-        check_length(param, len(token_ids), info.num_blocks * info.block_size, "the whole KV cache", "num_blocks")
+        check_token_ids(param, prompt_token_ids, self.vocab_size)
+        tokens, info = len(prompt_token_ids), self.info
+        check_length(param, tokens, info.max_model_len, "the context (max_model_len)", "max_model_len")
+        check_length(param, tokens, info.num_blocks * info.block_size, "the whole KV cache", "num_blocks")
 
     async def generate(
         self,
@@ -103,14 +98,15 @@ class Frontend:
         *,
         n: int = 1,
         kv_transfer_params: dict[str, Any] | None = None,
+        param: str = "prompt",
     ) -> AsyncGenerator[TextDelta, None]:
         """The choices' deltas as they come. Closing the generator aborts what still runs. Raises torpor.errors, also in the
-        middle.
+        middle; ``param`` as in ``check``.
 
         Choice i > 0 of a seeded request has the seed plus i. A transfer of KV is for the first choice; the others share its
         prompt through the prefix cache.
         """
-        self.check(prompt_token_ids, sampling, n)
+        self.check(prompt_token_ids, sampling, n, param=param)
         check_transfer_params(kv_transfer_params)
         prompt_token_ids, sampling = plain_token_ids(prompt_token_ids), plain_sampling(sampling)
         choices = [

@@ -118,7 +118,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """``generate`` for one conversation, or several, through the model's chat template."""
         asked = [(None, self._frontend.encode_chat(messages, template_kwargs)) for messages in as_conversations(conversations)]
-        return self._generate(asked, sampling, n, None)
+        return self._generate(asked, sampling, n, None, "messages")
 
     def sleep(
         self,
@@ -175,10 +175,11 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         n: int,
         kv_transfer_params: dict[str, Any] | None,
+        param: str = "prompt",
     ) -> list[RequestOutput]:
         params = one_each(sampling, len(asked))
         for (_, token_ids), sampling_params in zip(asked, params, strict=True):
-            self._frontend.check(token_ids, sampling_params, n)
+            self._frontend.check(token_ids, sampling_params, n, param=param)
         requests = [
             RequestOutput(
                 request_id=f"llm-{next(self._ids)}",

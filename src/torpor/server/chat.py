@@ -54,6 +54,7 @@ class ChatAnswer:
             n=self._n,
             first_index=0,
             kv_transfer_params=body.transfer_params,
+            param="messages",
         )
 
     def _deltas(self) -> AsyncGenerator[TextDelta, None]:

@@ -31,7 +31,12 @@ async def run_jobs(frontend: Frontend, jobs: Sequence[Job], meter: RequestMeter)
 
 async def _run_job(frontend: Frontend, job: Job) -> AsyncGenerator[TextDelta, None]:
     source = frontend.generate(
-        job.request_id, job.prompt_token_ids, job.sampling, n=job.n, kv_transfer_params=job.kv_transfer_params
+        job.request_id,
+        job.prompt_token_ids,
+        job.sampling,
+        n=job.n,
+        kv_transfer_params=job.kv_transfer_params,
+        param=job.param,
     )
     async with aclosing(source) as deltas:
         async for delta in deltas:

@@ -69,3 +69,4 @@ class Job:
     n: int
     first_index: int
     kv_transfer_params: dict[str, Any] | None
+    param: str = "prompt"  # the body's field that the prompt was made of
