@@ -140,6 +140,14 @@ MUTANTS = (
         SLEEP_TESTS + "test_keep_freezes_and_the_text_goes_on_as_if_nothing_had_happened",
     ),
     Mutant(
+        "e2-abort-of-a-sleeper-ends-nothing",
+        LIFECYCLE,
+        '        if plan.mode == "abort":\n            self._abort_all()\n        if plan.unmaps:',
+        "        if plan.unmaps:",
+        "what somebody has ended is answered after the wake",
+        SLEEP_TESTS + "test_abort_of_an_engine_that_is_asleep_ends_what_is_frozen",
+    ),
+    Mutant(
         "e2-loads-not-cancelled",
         LIFECYCLE,
         "            self._scheduler.cancel_loads()\n",
