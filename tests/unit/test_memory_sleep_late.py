@@ -13,10 +13,10 @@ import pytest
 import torch
 from leftovers import no_descriptors_left
 
-from torpor._native import Arena, Device
+from torpor._native import Arena, Device, Op
 from torpor.errors import DeviceError
 from torpor.memory import Content, Memory, MemoryConfig, Residency, holders
-from torpor.testing.driver import nothing_leaks
+from torpor.testing.driver import Fault, nothing_leaks
 
 MIB = 1 << 20
 CONFIG = MemoryConfig(driver="host", extent_bytes=MIB, chunk_bytes=64 << 10, copy_threads=2)
@@ -129,3 +129,15 @@ def test_m11_what_a_child_inherited_is_not_back_beside_a_grant_that_cannot_be_lo
         assert {h.bytes for h in report.holders} == {2 * MIB, 6 * MIB}
         assert any(h.who.startswith(f"process {child} ") for h in report.holders)
         del exported, inherited
+
+
+def test_m11_who_holds_what_went_before_the_unmap_stopped() -> None:
+    with nothing_leaks(), Device.open("host", faults=True) as device, Memory(CONFIG, device=device) as memory:
+        pool = memory.pool("kv_cache", policy="discard", exportable=True)
+        tensors = [pool.zeros(2 * MIB, torch.uint8) for _ in range(2)]
+        with memory.exports("kv_cache"), Fault(device, Op.UNMAP, 2), pytest.raises(DeviceError) as caught:
+            memory.sleep()
+        (holder,) = caught.value.holders["kv_cache"]
+        assert (caught.value.residency, holder.bytes) == ({"kv_cache": "partial"}, 2 * MIB)
+        memory.sleep()
+        tensors.clear()

@@ -264,8 +264,8 @@ class Memory:
 
         Checked before anything happens (M9): UnknownTagError, ConfigurationError (policy), StateError (lost content cannot go to
         the host). With everything still mapped and valid, hooks undone: HookError (M2), HostMemoryError, StateError (somebody
-        writes meanwhile), DeviceError (M4). DeviceError with a field ``residency``: the unmap stopped half way; nothing is lost,
-        the same sleep goes on and a wake goes back.
+        writes meanwhile), DeviceError (M4). DeviceError with a field ``residency``: the unmap stopped half way (``holders``, by
+        tag, hold what went), or what comes after it failed; nothing is lost, the same sleep goes on and a wake goes back.
         """
         with self._shared.transaction("sleep"):
             self._bury()

@@ -7,6 +7,7 @@ again. It is not rolled back: that would be a wake under a driver that has just 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -84,11 +85,11 @@ class Sleep:
             raise StateError(message, state="capturing")
         released, traces = self._prepare(unmaps)
         hooks_s = dict(self._shared.hooks.seconds_of)
-        self._unmap(unmaps, released)
+        self._unmap(unmaps, released, traces)
         try:
             self._drop_images()
             with self._phases("account"):
-                accounts = account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._pinned)
+                accounts = self._account(traces, unmaps)
         except (TorporError, OSError) as error:
             raise _too_late(self._moves, error) from error
         reports = tuple(_report(m, accounts.get(m.pool.tag)) for m in self._moves)
@@ -124,7 +125,10 @@ class Sleep:
         for move in hosts:
             move.copied_bytes = sum(copied.get(s, 0) for s in move.pool.segments)
 
-    def _unmap(self, unmaps: list[Move], released: list[Hook]) -> None:
+    def _account(self, traces: list[Traces], unmaps: list[Move]) -> dict[str, Account]:
+        return account(traces, {m.pool.tag: m.unmapped for m in unmaps}, self._ledger, self._pinned)
+
+    def _unmap(self, unmaps: list[Move], released: list[Hook], traces: list[Traces]) -> None:
         """What the tags' content is, is said before the memory goes: whatever interrupts this, nothing lost counts as valid."""
         for move in unmaps:
             move.unmapped = move.pool.mapped_segments()
@@ -140,6 +144,9 @@ class Sleep:
         except TorporError as error:
             _take_stock(unmaps, was_lost, was_stale)
             failure = _half_way(unmaps, error)
+            with contextlib.suppress(TorporError, OSError):  # no later report knows of what went now
+                accounts = self._account(traces, unmaps)
+                failure.fields["holders"] = {tag: a.holders for tag, a in accounts.items() if a.holders}
             whole = {m.pool.tag for m in unmaps if m.pool.residency is Residency.RESIDENT}
             self._undo([hook for hook in released if hook.tag in whole], failure)
             raise failure from error
