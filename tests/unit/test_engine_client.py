@@ -121,6 +121,21 @@ async def test_abort_ends_a_stream_with_that_reason(client: InprocEngineClient) 
     assert outputs[-1].finish_reason is FinishReason.ABORT
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_requests_that_are_ended_fail_and_are_aborted_and_calls_go_on(asleep: bool, client: InprocEngineClient) -> None:
+    running = client.generate(request("a", 100))
+    await anext(running)
+    if asleep:
+        await client.sleep(SleepRequest(level=0, mode="keep"))
+    client.end_requests("stopping")
+    with pytest.raises(EngineDeadError, match=r"^stopping$"):
+        async for _ in running:
+            pass
+    with pytest.raises(EngineDeadError, match=r"^stopping$"):
+        await tokens(client, request("later"))
+    assert (await client.stats())["scheduler"]["aborted"] == 1
+
+
 async def test_a_request_that_can_never_run_is_refused_and_the_rest_goes_on(client: InprocEngineClient) -> None:
     with pytest.raises(RequestError, match="300 tokens"):
         await tokens(client, request("a", prompt=[1] * 300))

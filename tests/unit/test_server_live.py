@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import logging
 import os
 import signal
 import socket
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from web_fakes import chat, completion, eventually, live, server_app
+from web_fakes import chat, completion, events_of, eventually, live, server_app
 
 from torpor.demo.fleet import free_port
+from torpor.engine.base import SleepRequest
 from torpor.engine.frontend import Frontend
 from torpor.errors import ConfigurationError, EngineDeadError
 from torpor.server import ServerConfig, run_server
@@ -191,29 +196,83 @@ def test_a_signal_drains_and_ends_with_the_engine_shut_down() -> None:
     assert engines[0].state.value == "dead"
 
 
-def test_a_drain_is_bounded_and_aborts_what_still_runs() -> None:
-    engines: list[FakeEngine] = []
-    tasks: list[asyncio.Future[None]] = []
+TERMINATE, INTERRUPT = (functools.partial(os.kill, os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT))
+
+
+def stopped_while_held(drain_s: float, act: Callable[[FakeEngine], Awaitable[None]], **body: Any) -> tuple[str, float]:
+    """A server whose one request gets no further by itself, and what is then done to it: the answer ("": it was cut), and how
+    long it took."""
+    engine, answers = FakeEngine(), []
 
     async def start() -> Frontend:
-        engines.append(FakeEngine())
-        engines[0].hold()
-        return fake_frontend(engines[0])
+        engine.hold_after(3)
+        return fake_frontend(engine)
 
-    def on_started(frontend: Frontend, url: str) -> None:
-        async def ask() -> None:
-            async with httpx.AsyncClient(timeout=10) as client:
-                asking = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=completion()))
-                await eventually(lambda: bool(engines[0].active))
-                os.kill(os.getpid(), signal.SIGINT)
-                with contextlib.suppress(httpx.HTTPError):
-                    await asking
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient(timeout=20) as client:
+            asking = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=completion(**body)))
+            await eventually(lambda: bool(engine.active) and engine.is_held())
+            await act(engine)
+            with contextlib.suppress(httpx.HTTPError):
+                answers.append((await asking).text)
 
-        tasks.append(asyncio.ensure_future(ask()))
+    tasks: list[asyncio.Future[None]] = []
+    started = time.monotonic()
+    run_server(ServerConfig(port=0, drain_s=drain_s), start, lambda frontend, url: tasks.append(asyncio.ensure_future(ask(url))))
+    assert engine.active == set()
+    assert len(engine.aborted) == 1
+    return "".join(answers), time.monotonic() - started
 
-    run_server(ServerConfig(port=0, drain_s=1), start, on_started)
-    assert engines[0].active == set()
-    assert len(engines[0].aborted) == 1
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_drain_is_bounded_and_what_still_runs_ends_with_an_error(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(engine: FakeEngine) -> None:
+        INTERRUPT()
+
+    text, took_s = stopped_while_held(0.5, act, stream=stream)
+    assert 0.5 <= took_s < 5
+    last = events_of(text)[-1] if stream else json.loads(text)
+    assert last["error"]["code"] == "engine_dead"
+    assert "the server is stopping" in last["error"]["message"]
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert lines == ["stopping: waiting up to 0.5 s for 1 request; once more to end them"]
+
+
+def test_a_second_signal_ends_requests_with_an_error_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def act(engine: FakeEngine) -> None:
+        INTERRUPT()
+        await asyncio.sleep(0.3)
+        INTERRUPT()
+
+    text, took_s = stopped_while_held(60, act, stream=True)
+    assert took_s < 10
+    assert "the server is stopping" in events_of(text)[-1]["error"]["message"]
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+@pytest.mark.parametrize("state", ["asleep", "paused"])
+def test_requests_that_are_frozen_are_not_waited_for(state: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(engine: FakeEngine) -> None:
+        await engine.sleep(SleepRequest(level=1 if state == "asleep" else 0, mode="keep"))
+        TERMINATE()
+
+    text, took_s = stopped_while_held(60, act, stream=True)
+    assert took_s < 10
+    assert "the server is stopping" in events_of(text)[-1]["error"]["message"]
+    assert f"1 request cannot go on, since the engine is {state}: ended now" in caplog.text
+
+
+def test_a_request_that_does_not_end_when_told_is_cut_without_a_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "end_requests", lambda self, why: None)
+
+    async def act(engine: FakeEngine) -> None:
+        INTERRUPT()
+
+    assert stopped_while_held(0.1, act, stream=True)[0] == ""
+    assert "what has not ended 1 s later is cut" in caplog.text
+    assert not [r for r in caplog.records if r.exc_info]
 
 
 def test_the_engines_death_ends_the_server_with_an_error() -> None:
@@ -235,7 +294,7 @@ def test_a_signal_while_the_model_loads_ends_the_load() -> None:
             ended.append(True)
         raise AssertionError("not reached")
 
-    run_server(ServerConfig(port=0), start)
+    assert run_server(ServerConfig(port=0), start) is signal.SIGTERM
     assert ended == [True]
 
 

@@ -75,6 +75,11 @@ class EngineClient(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
+    def end_requests(self, why: str) -> None:
+        """Every open request raises EngineDeadError with ``why`` and is aborted, asleep or not; every later one is refused with
+        it. Calls go on. For the time between a server's last request and ``shutdown``; never blocks."""
+        ...
+
     async def sleep(self, request: SleepRequest) -> dict[str, Any]:
         """The sleep report as a dict (see engine.reports). SleepAborted when a deadline, a wake or a hook stopped it: then the
         engine is awake."""

@@ -79,6 +79,7 @@ class EngineClientBase:
         self._streams: dict[str, _Stream] = {}
         self._leaving: Counter[str] = Counter()  # requests whose reader left before their last output came
         self._death: TorporError | None = None
+        self._refusal: str | None = None  # why no request is taken any more
         self._closing = False
         self._pulse = Pulse(self._ping, self._worked_s, self._loop.time)
 
@@ -214,6 +215,8 @@ class EngineClientBase:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """See ``EngineClient.generate``. Outputs that are not read wait here, without holding up anybody else."""
         self._check_alive()
+        if self._refusal is not None:
+            raise EngineDeadError(self._refusal)
         request_id = request.request_id
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -237,6 +240,12 @@ class EngineClientBase:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._check_alive()
         self._send(Abort(request_ids=list(request_ids)))
+
+    def end_requests(self, why: str) -> None:
+        """See ``EngineClient.end_requests``. What a request's reader has not read yet comes before the error."""
+        self._refusal = why
+        for stream in self._streams.values():
+            stream.items.put_nowait(EngineDeadError(why))
 
     async def sleep(self, request: SleepRequest) -> dict[str, Any]:
         return await self._call(Sleep(request=request))

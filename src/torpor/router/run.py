@@ -21,5 +21,5 @@ def run_router(config: RouterConfig, on_started: Callable[[str], None] | None = 
 async def _run(config: RouterConfig, sock: socket.socket, on_started: Callable[[str], None]) -> None:
     url = url_of(sock)
     server = HttpServer(create_app(config), config.drain_s, access_log=config.access_log, on_started=lambda: on_started(url))
-    with on_signals(server.stop):
+    with on_signals(lambda number: server.stop()):
         await serve_until(server, sock)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from torpor.engine.base import EngineState
+from torpor.engine.base import EngineClient, EngineState
 from torpor.engine.frontend import Frontend
 from torpor.errors import EngineDeadError
 from torpor.server.config import ServerConfig
@@ -16,31 +18,52 @@ from torpor.web.streams import stop
 
 WATCH_INTERVAL_S = 0.5
 SHUTDOWN_S = 30.0
+FROZEN = (EngineState.ASLEEP, EngineState.PAUSED, EngineState.DEAD)
 
 Started = Callable[[Frontend, str], None]
 
 
-def run_server(config: ServerConfig, start: Callable[[], Awaitable[Frontend]], on_started: Started | None = None) -> None:
+@dataclass(frozen=True)
+class EngineRequests:
+    """What a shutdown does about requests that are open (``web.stopping.OpenRequests``)."""
+
+    client: EngineClient
+
+    def frozen(self) -> str | None:
+        """A server that stops takes no call that would wake or resume its engine."""
+        state = self.client.state
+        return f"the engine is {state.value}" if state in FROZEN else None
+
+    def end(self) -> None:
+        self.client.end_requests("the server is stopping: the request was ended")
+
+
+def run_server(
+    config: ServerConfig, start: Callable[[], Awaitable[Frontend]], on_started: Started | None = None
+) -> signal.Signals | None:
     """Blocks until SIGTERM or SIGINT; then running requests get ``drain_s`` and the engine is shut down. For the main thread.
+    The signal if it came before requests were served, else None.
 
     The port is bound before ``start`` loads the model: ConfigurationError names --port when it is taken. ``on_started`` gets the
     front end and the URL once requests are accepted. EngineDeadError when the engine dies.
     """
     sock = bind(config.host, config.port)
     try:
-        asyncio.run(_run(config, sock, start, on_started))
+        return asyncio.run(_run(config, sock, start, on_started))
     finally:
         sock.close()
 
 
 async def _run(
     config: ServerConfig, sock: socket.socket, start: Callable[[], Awaitable[Frontend]], on_started: Started | None
-) -> None:
+) -> signal.Signals | None:
     stopping = asyncio.Event()
+    signals: list[signal.Signals] = []
     started = on_started or (lambda frontend, url: None)
     server: HttpServer | None = None
 
-    def on_stop() -> None:
+    def on_stop(number: signal.Signals) -> None:
+        signals.append(number)
         stopping.set()
         if server is not None:
             server.stop()
@@ -48,15 +71,23 @@ async def _run(
     with on_signals(on_stop):
         frontend = await _start_unless(stopping, start)
         if frontend is None:
-            return
+            return signals[0]
         try:
             from torpor.server.app import create_app  # the web framework: not in the way of a core that loads
 
             url = url_of(sock)
             app = create_app(frontend, config)
-            server = HttpServer(app, config.drain_s, access_log=config.access_log, on_started=lambda: started(frontend, url))
-            if not stopping.is_set():
-                await serve_until(server, sock, watch_engine(frontend, config.hang_timeout_s))
+            server = HttpServer(
+                app,
+                config.drain_s,
+                access_log=config.access_log,
+                on_started=lambda: started(frontend, url),
+                requests=EngineRequests(frontend.client),
+            )
+            if stopping.is_set():
+                return signals[0]
+            await serve_until(server, sock, watch_engine(frontend, config.hang_timeout_s))
+            return None
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(frontend.client.shutdown(), SHUTDOWN_S)

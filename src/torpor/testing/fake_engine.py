@@ -42,6 +42,7 @@ class FakeEngine:
         self._stalled: set[str] = set()
         self._stall_over = asyncio.Event()
         self._sleeps = self._wakes = 0
+        self._ended: dict[str, str] = {}  # requests that ``end_requests`` has ended, and why
         self.silent_for_s = 0.0  # what ``silent_s`` says
         self._info = EngineInfo(
             model_name=model_name,
@@ -122,6 +123,8 @@ class FakeEngine:
         for i, token in enumerate(tokens[: last + 1]):
             await self._flow.wait()
             await asyncio.sleep(0)
+            if request.request_id in self._ended:
+                raise EngineDeadError(self._ended[request.request_id])
             self._step()
             yield self._output(request, token, done=i == last)
 
@@ -166,6 +169,11 @@ class FakeEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted.extend(request_ids)
+
+    def end_requests(self, why: str) -> None:
+        self.aborted.extend(self.active)
+        self._ended |= dict.fromkeys(self.active, why)
+        self.let_go()
 
     async def sleep(self, request: SleepRequest) -> dict[str, Any]:
         await self._stall("sleep")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +16,8 @@ from starlette.types import ASGIApp
 
 from torpor.errors import ConfigurationError
 from torpor.web.connections import ConnectionLimits, Lobby
+from torpor.web.stopping import ENDED_S, UNDRAMATIC, Drain, NobodysRequests, OpenRequests
+from torpor.web.streams import stop
 
 log = logging.getLogger("torpor.http")
 BACKLOG = 2048
@@ -62,8 +65,11 @@ class HttpServer(uvicorn.Server):
         access_log: bool = False,
         on_started: Callable[[], None] | None = None,
         limits: ConnectionLimits | None = None,
+        requests: OpenRequests | None = None,
     ) -> None:
         self._on_started = on_started
+        self._drain = Drain(requests or NobodysRequests(), drain_s)
+        logging.getLogger("uvicorn.error").addFilter(UNDRAMATIC)
         lobby = Lobby(limits or ConnectionLimits())
         super().__init__(
             uvicorn.Config(
@@ -76,7 +82,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,  # the admin door looks at the peer's own address
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=max(1, round(drain_s)),
+                timeout_graceful_shutdown=math.ceil(drain_s + 2 * ENDED_S),  # for what ignores that it was ended
             )
         )
 
@@ -89,20 +95,37 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.ensure_future(self._drain.run(self._cut))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            await stop(draining)
+        if self.force_exit:  # then uvicorn has left out what an application does at its end
+            await self.lifespan.shutdown()
+
     def stop(self) -> None:
-        """The first call drains, the second does not wait."""
-        if self.should_exit:
+        """The first call drains, the second ends what is open, the third does not wait for that."""
+        if not self.should_exit:
+            self._drain.announce(len(self.server_state.tasks))
+        elif not self._drain.hurried:
+            self._drain.hurried = True
+        else:
             self.force_exit = True
         self.should_exit = True
 
+    def _cut(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
 
 @contextlib.contextmanager
-def on_signals(stop: Callable[[], None]) -> Iterator[None]:
+def on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     """SIGTERM and SIGINT call ``stop`` on the loop instead of ending the process."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     try:
         yield
     finally:
