@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,3 +251,12 @@ def test_the_table_of_pools_is_whole_in_eighty_columns() -> None:
     shown = console.export_text()
     assert all(size(value) in shown for value in gib.values())
     assert all(name in shown for name in ("cuda_graph", "resident", "on_host", "allocated", "reserved"))
+
+
+@pytest.mark.parametrize(("stopped_by", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 0)])
+def test_a_server_that_was_stopped_before_it_served_ends_like_any_program(
+    stopped_by: signal.Signals | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torpor.server.run_server", lambda *args: stopped_by)
+    monkeypatch.setattr("torpor.cli.serve.configure_logging", lambda level: None)
+    assert run(["serve", "builtin:smollm2-135m"]) == status

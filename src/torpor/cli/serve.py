@@ -111,7 +111,9 @@ def serve(values: Mapping[str, Any]) -> None:
         err.print(startup_table(frontend.info, url))
 
     with naming_flags(SERVE_FLAGS):  # what the core says of its configuration
-        run_server(server_config, start, on_started)
+        stopped_by = run_server(server_config, start, on_started)
+    if stopped_by is not None:  # before it served: a shell says so of any program
+        raise typer.Exit(128 + stopped_by)
 
 
 def server_config_of(values: Mapping[str, Any]) -> ServerConfig:

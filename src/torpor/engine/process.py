@@ -7,12 +7,16 @@ both, and the client lets requests end first.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # before the imports, which take a while
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import contextlib
 import faulthandler
 import logging
 import os
 import shutil
-import signal
 import struct
 import sys
 import threading

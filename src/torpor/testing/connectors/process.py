@@ -18,7 +18,11 @@ from torpor.kvcache.types import KVCacheSpec
 from torpor.testing.connectors.outcomes import Failure
 
 START_S = 60.0
-MAIN = "import sys; sys.path[:] = {path!r}; from torpor.testing.connectors.process import main; main({quiet})"
+# A terminal's Ctrl-C is the parent's to obey, also while the child imports: it ends its children.
+MAIN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from torpor.testing.connectors.process import main; main({quiet})"
+)
 
 
 class EngineError(Exception):
