@@ -101,6 +101,13 @@ def test_m9_repeating_a_finished_move_says_so(engine: Driver) -> None:
     assert engine.core.pause().result(0)["noop"] is True
 
 
+def test_a_wake_that_ends_a_pause_has_done_something(engine: Driver) -> None:
+    engine.core.pause()
+    engine.settle()
+    woken = engine.woken()
+    assert (woken["state"], woken["noop"], woken["reason"]) == ("awake", False, "resumed; nothing was asleep")
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "names"),
     [

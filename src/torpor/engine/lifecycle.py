@@ -293,7 +293,7 @@ class Lifecycle:
                 ticket.set_result(wake_report(None, self._state, reason="already awake"))
             case _S.PAUSED:
                 self._reopen()
-                ticket.set_result(wake_report(None, self._state, reason="resumed; nothing was asleep"))
+                ticket.set_result(wake_report(None, self._state, reason="resumed; nothing was asleep", noop=False))
             case _S.DRAINING:
                 self._cancel_drain("woken", "the sleep was cancelled by a wake_up while it drained (E8): the engine is awake")
                 ticket.set_result(wake_report(None, self._state, reason="cancelled the sleep that was draining"))

@@ -107,13 +107,14 @@ def wake_report(
     seconds: float = 0.0,
     refill_s: float = 0.0,
     reason: str | None = None,
+    noop: bool | None = None,
 ) -> dict[str, Any]:
-    """``report`` is None when there was nothing to wake."""
+    """``report`` is None when there was nothing to wake, which is a noop unless ``noop`` says otherwise."""
     tags = report.tags if report else ()
     return {
         "operation": "wake_up",
         "state": state.value,
-        "noop": report is None or (report.noop and not refilled),
+        "noop": (report is None or (report.noop and not refilled)) if noop is None else noop,
         "reason": reason,
         "seconds": seconds,
         "phases_s": {**(report.phases_s if report else {}), **({"refill": refill_s} if refilled else {})},
