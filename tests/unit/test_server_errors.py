@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from engine_driver import Driver
 from web_fakes import chat, client_of, completion, server_app
 
 from torpor import errors
+from torpor.engine.config import SleepConfig
+from torpor.engine.kv_connector import refusal
 from torpor.testing.fake_engine import FakeEngine
 from torpor.web.errors import TABLE, ApiError, to_http
+from torpor.web.wording import ROUTES_AND_OPTIONS
 
 STATUSES: dict[type[errors.TorporError], tuple[int, str]] = {
     errors.ConfigurationError: (400, "invalid_value"),
@@ -84,6 +90,46 @@ def test_e10_asleep_says_when_to_come_back_in_whole_seconds() -> None:
     answer = to_http(errors.AsleepError("asleep", retry_after_s=2.3, state="asleep"))
     assert answer.headers == {"Retry-After": "3"}
     assert answer.body["error"]["details"] == {"retry_after_s": 2.3, "state": "asleep"}
+
+
+def in_the_engines_words() -> Iterator[errors.TorporError]:
+    """Every error of the engine that names a call or a setting, from the engine itself."""
+    engine, plain = Driver(), Driver(sleep=SleepConfig())
+    try:
+        engine.add("a", 200)
+        engine.step(2)
+        engine.sleep(level=1)
+        yield from failures(lambda: engine.sleep(level=2).result(0))
+        engine.core.wake_up()
+        engine.settle()
+        engine.slept(level=1)
+        yield from failures(lambda: engine.add("b"), lambda: engine.core.resume().result(0))
+        yield from failures(lambda: plain.sleep(level=1).result(0))
+        yield refusal("pinned", "start-up is refused")
+    finally:
+        engine.close()
+        plain.close()
+
+
+def failures(*calls: Callable[[], object]) -> Iterator[errors.TorporError]:
+    for call in calls:
+        with pytest.raises(errors.TorporError) as caught:
+            call()
+        yield caught.value
+
+
+def test_a_user_of_http_is_told_of_routes_and_options() -> None:
+    found = list(in_the_engines_words())
+    messages = [to_http(error).body["error"]["message"] for error in found]
+    assert not [m for m in messages if re.search(r"\w\(.*?\)|\w=", m.replace("level=0", "").replace("connector(s)", ""))], (
+        messages
+    )
+    for phrase, words in ROUTES_AND_OPTIONS:
+        assert any(phrase in error.message for error in found), f"no error says {phrase} any more"
+        assert any(words in message for message in messages)
+    assert "wake_up()" in errors.AsleepError("call wake_up()").message  # a library's user has calls
+    quoted = errors.RequestError("stop: 'wake_up()' is too long", param="stop")
+    assert "'wake_up()'" in to_http(quoted).body["error"]["message"]
 
 
 def test_bytes_needed_and_free_reach_the_client() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torpor import errors
+from torpor.web.wording import http_message
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -118,7 +119,7 @@ def to_http(error: BaseException) -> HttpError:
     row = status_of(error)
     details = {k: _plain(v) for k, v in error.fields.items() if k != "param"}
     headers = {"Retry-After": retry_after(error)} if row.retry else {}
-    return HttpError(row.status, error_body(error.message, row.type, row.code, _param(error), details), headers)
+    return HttpError(row.status, error_body(http_message(error), row.type, row.code, _param(error), details), headers)
 
 
 def retry_after(error: errors.TorporError) -> str:
