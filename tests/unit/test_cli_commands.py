@@ -14,15 +14,26 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from starlette.types import ASGIApp
 from test_cli_options import run
 from web_fakes import server_app
 
 from torpor.cli.bench import percentiles
-from torpor.cli.console import Progress, options, report, size
+from torpor.cli.console import Progress, options, out, report, size
 from torpor.cli.load import LoadConfig, run_load
-from torpor.cli.pools import pools_view
+from torpor.cli.pools import pools_view, report_view
 from torpor.demo.fleet import Fleet
-from torpor.errors import BugError, ConfigurationError, DeviceMemoryError, EngineDeadError, SleepAborted
+from torpor.errors import (
+    BugError,
+    ConfigurationError,
+    DeviceMemoryError,
+    EngineDeadError,
+    SleepAborted,
+    StateError,
+    UnknownTagError,
+)
+from torpor.router.app import create_app as router_app
+from torpor.router.config import RouterConfig
 from torpor.testing.fake_engine import FakeEngine
 from torpor.web.serve import HttpServer, bind, serve_until, url_of
 
@@ -32,12 +43,12 @@ TOKEN = "a-long-admin-token"
 class LiveServer:
     """A server on a thread of its own, since the commands are no coroutines."""
 
-    def __init__(self, engine: FakeEngine, **config: Any) -> None:
+    def __init__(self, engine: FakeEngine, app: ASGIApp | None = None, **config: Any) -> None:
         self.engine = engine
         self.sock = bind("127.0.0.1", 0)
         self.url = url_of(self.sock)
         self.started = threading.Event()
-        self.server = HttpServer(server_app(engine, **config), 1.0, on_started=self.started.set)
+        self.server = HttpServer(app or server_app(engine, **config), 1.0, on_started=self.started.set)
         self.thread = threading.Thread(target=lambda: asyncio.run(serve_until(self.server, self.sock)))
 
     def __enter__(self) -> LiveServer:
@@ -93,8 +104,6 @@ def test_errors_are_one_line_and_say_what_the_server_said(server: LiveServer, ca
     server.engine.fail_next["sleep"] = SleepAborted("deadline of 1 s passed", waiting_for="peer d1")
     assert run(["sleep", server.url]) == 1
     assert capsys.readouterr().err.strip().splitlines() == ["error: /sleep: HTTP 409: deadline of 1 s passed"]
-    assert run(["wake", server.url, "--tag", "cache"]) == 1
-    assert "unknown tag 'cache'" in capsys.readouterr().err
     server.engine.die()
     assert run(["sleep", server.url]) == 1
     assert "gone" in capsys.readouterr().err
@@ -105,9 +114,78 @@ def test_the_admin_token_comes_from_a_file(tmp_path: Path, capsys: pytest.Captur
     path.write_text(TOKEN + "\n")
     with LiveServer(FakeEngine(), admin_token=TOKEN) as live:
         assert run(["sleep", live.url]) == 1
-        assert "admin token" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "admin token" in shown
+        assert "--admin-token-file" in shown
         assert run(["sleep", live.url, "--admin-token-file", str(path)]) == 0
         assert TOKEN not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "option"),
+    [
+        (["sleep", "--deadline-s", "-1"], "greater than 0", "--deadline-s"),
+        (["sleep", "--policy", "weights=foo"], "'keep', 'host' or 'discard'", "--policy"),
+        (["wake", "--tag", "cache"], "unknown tag 'cache'", "--tag"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_value_that_the_server_does_not_take_is_a_wrong_option(
+    argv: list[str], said: str, option: str, server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([argv[0], server.url, *argv[1:]]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.strip().endswith(f"({option})")
+
+
+def test_a_tag_that_a_sleep_does_not_know_is_one_of_its_policies(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.engine.fail_next["sleep"] = UnknownTagError("unknown tag 'bogus'", tag="bogus", known="weights")
+    assert run(["sleep", server.url, "--policy", "bogus=keep"]) == 2
+    assert "(--policy)" in capsys.readouterr().err
+    assert run(["sleep", server.url, "--policy", "weights"]) == 2
+    assert "is not TAG=POLICY" in capsys.readouterr().err
+
+
+def test_a_router_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+    app = router_app(RouterConfig(decode=("http://127.0.0.1:9",)))
+    with LiveServer(FakeEngine(), app) as live:
+        assert run(["sleep", live.url]) == 1
+    assert capsys.readouterr().err.strip() == f"error: {live.url}: this is a router; ask an engine (http://127.0.0.1:9)"
+
+
+def test_messages_name_commands_and_routes_instead_of_calls(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.engine.fail_next["resume"] = StateError(
+        "resume() ends a pause, but the engine is asleep: call wake_up()", state="asleep"
+    )
+    assert run(["resume", server.url]) == 1
+    said = f"`torpor resume {server.url}` ends a pause, but the engine is asleep: call `torpor wake {server.url}`"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "undo"), [("sleep", "sleep", "wake"), ("pause", "pause", "resume"), ("wake", None, None)]
+)
+def test_an_interrupt_says_that_the_server_goes_on(
+    command: str, what: str | None, undo: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(httpx.Client, "request", interrupted)
+    assert run([command, "http://engine:1"]) == 130
+    said = f"the server goes on with the {what}; `torpor {undo} http://engine:1` cancels it"
+    assert (said in capsys.readouterr().err) == (what is not None)
+
+
+def test_weights_that_were_read_again_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    tags = [{"tag": t, "mapped_bytes": 1 << 20, "restored_bytes": n} for t, n in (("weights", 0), ("runtime", 1 << 10))]
+    out.print(report_view({"state": "awake", "seconds": 0.1, "refilled_tags": ["weights"], "tags": tags}))
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row[1:-1]] for row in rows] == [
+        ["weights", "1.0 MiB", "read again"],
+        ["runtime", "1.0 MiB", "1.0 KiB"],
+    ]
 
 
 @pytest.mark.parametrize("command", ["memory", "sleep", "wake", "pause", "resume", "bench"])
@@ -117,14 +195,26 @@ def test_nobody_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     sock.close()
     assert run([command, url]) == 1
     shown = capsys.readouterr().err
-    assert url in shown
+    assert f"cannot reach {url}" in shown
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "nonsense://x", "http://h:port"])
-def test_urls_that_are_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["wake", url]) == 1
-    assert "internal error" not in capsys.readouterr().err
+@pytest.mark.parametrize("url", ["http://[::1", "nonsense://x", "http://h:port", "ftp://x", "http://", ""])
+@pytest.mark.parametrize("command", ["memory", "bench"])
+def test_urls_that_are_none(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, url]) == 2
+    assert f"error: URL {url!r} is n" in capsys.readouterr().err
+
+
+def test_a_bench_without_a_success_says_why_and_shows_no_table(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sleep", server.url, "--json"]) == 0
+    capsys.readouterr()
+    assert run(["bench", server.url, "--requests", "2", "--input-words", "2"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip().endswith("no request succeeded; the first error: HTTP 503: the engine is asleep")
+    assert run(["bench", "http://127.0.0.1:1", "--requests", "1", "--model", "m"]) == 1
+    assert "the first error: cannot reach http://127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_bench_measures(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.live import Live
+from rich.markup import escape
 
 from torpor.cli.client import AdminClient, Token, Url
 from torpor.cli.console import err, guarded, out
@@ -21,6 +24,7 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for the serv
 
 READ_S = 10.0
 OPERATION_S = 600.0
+UNDONE_BY = {"/sleep": "wake", "/pause": "resume"}
 
 
 def register(app: typer.Typer) -> None:
@@ -71,7 +75,7 @@ def sleep(
 
     torpor sleep http://localhost:8000 --level 1 --mode wait
     """
-    body = {"policies": dict(split_option("--policy", p) for p in policy)} if policy else None
+    body = {"policies": dict(split_option("--policy", p, "TAG=POLICY") for p in policy)} if policy else None
     query = {"level": level, "mode": mode, "deadline_s": deadline_s}
     operate(url, token, timeout_s, "/sleep", as_json, query, body)
 
@@ -104,9 +108,25 @@ def resume(url: Url, as_json: AsJson = False, timeout_s: TimeoutOption = OPERATI
 def operate(
     url: str, token: str | None, timeout_s: float, path: str, as_json: bool, query: dict[str, Any] | None = None, body: Any = None
 ) -> None:
-    with AdminClient(url, token, timeout_s) as client, err.status(f"{path.lstrip('/')} at {url}"):
+    with (
+        AdminClient(url, token, timeout_s) as client,
+        err.status(f"{path.lstrip('/')} at {url}"),
+        telling_what_goes_on(url, path),
+    ):
         report = client.call("POST", path, query, body)
     show(report, as_json, report_view)
+
+
+@contextmanager
+def telling_what_goes_on(url: str, path: str) -> Iterator[None]:
+    """Ctrl-C ends the wait for an answer, not what the server was asked to do."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if path in UNDONE_BY:
+            name, undo = path.lstrip("/"), UNDONE_BY[path]
+            err.print(f"the server goes on with the {name}; `torpor {undo} {escape(url)}` cancels it", soft_wrap=True)
+        raise
 
 
 def show(found: dict[str, Any], as_json: bool, view: Any) -> None:

@@ -64,7 +64,7 @@ def bench(
     figures = summary(*asyncio.run(measured(config)))
     if as_json:
         out.print_json(json.dumps(figures))
-    else:
+    elif figures["requests_done"]:
         out.print(figures_table(figures))
     if figures["requests_done"] == 0:
         raise PeerError(f"no request succeeded; the first error: {figures['errors'][0]}", peer=config.url)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from torpor.cli.client import error_fields, in_our_words
 from torpor.errors import PeerError
 
 WORDS = ("winter", "river", "stone", "lamp", "garden", "paper", "quiet", "signal", "harbour", "copper", "meadow", "letter")
@@ -74,8 +75,11 @@ def make_prompts(config: LoadConfig) -> Iterator[str]:
 async def first_model(client: httpx.AsyncClient, config: LoadConfig) -> str:
     try:
         answer = await client.get(f"{config.url}/v1/models", headers=headers_of(config))
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise ValueError(words_of(answer, config))
         return str(answer.json()["data"][0]["id"])
+    except httpx.ConnectError as e:
+        raise PeerError(f"cannot reach {config.url}: {e}", peer=config.url) from e
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as e:
         raise PeerError(f"{config.url}/v1/models did not name a model: {e or type(e).__name__}", peer=config.url) from e
 
@@ -94,6 +98,8 @@ async def one_request(client: httpx.AsyncClient, config: LoadConfig, model: str,
         return await asyncio.wait_for(timed(client, config, body), config.timeout_s)
     except asyncio.TimeoutError:
         return Sample(error=f"no answer within {config.timeout_s:g} s")
+    except httpx.ConnectError as e:
+        return Sample(error=f"cannot reach {config.url}: {e}")
     except httpx.HTTPError as e:
         return Sample(error=f"{type(e).__name__}: {e}")
     except (ValueError, TypeError, AttributeError, LookupError) as e:  # a line that broke off, or what no server should send
@@ -106,7 +112,8 @@ async def timed(client: httpx.AsyncClient, config: LoadConfig, body: dict[str, o
     usage: dict[str, int] = {}
     async with client.stream("POST", f"{config.url}/v1/completions", json=body, headers=headers_of(config)) as answer:
         if answer.status_code != 200:
-            return Sample(error=f"HTTP {answer.status_code}: {(await answer.aread()).decode(errors='replace')[:200]}")
+            await answer.aread()
+            return Sample(error=words_of(answer, config))
         async for line in answer.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -119,6 +126,10 @@ async def timed(client: httpx.AsyncClient, config: LoadConfig, body: dict[str, o
     total = time.perf_counter() - started
     tokens, prompt_tokens = usage.get("completion_tokens", 0), usage.get("prompt_tokens", 0)
     return Sample(first_token_s=first or total, total_s=total, tokens=tokens, prompt_tokens=prompt_tokens)
+
+
+def words_of(answer: httpx.Response, config: LoadConfig) -> str:
+    return f"HTTP {answer.status_code}: {in_our_words(str(error_fields(answer)['message']), config.url)}"
 
 
 def headers_of(config: LoadConfig) -> dict[str, str]:

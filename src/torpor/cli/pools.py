@@ -73,8 +73,10 @@ def report_view(report: Mapping[str, Any]) -> RenderableType:
     table.add_column("tag")
     for column in columns:
         table.add_column(column.removesuffix("_bytes").replace("_", " "), justify="right")
+    read_again = report.get("refilled_tags") or ()
     for tag in tags:
-        table.add_row(escape(tag["tag"]), *(size(tag[c]) for c in columns))
+        again = {"restored_bytes": "read again"} if tag["tag"] in read_again else {}  # from the checkpoint, not from an image
+        table.add_row(escape(tag["tag"]), *(again.get(c) or size(tag[c]) for c in columns))
     holders = [
         f"[red]{escape(h['who'])} still holds {size(h['bytes'])} of {escape(t['tag'])}[/]"
         for t in tags

@@ -53,11 +53,11 @@ def read_secret(path: str) -> str:
     return secret
 
 
-def split_option(flag: str, text: str) -> tuple[str, str]:
-    """``KEY=VALUE``; ConfigurationError for anything else."""
+def split_option(flag: str, text: str, form: str = "KEY=VALUE") -> tuple[str, str]:
+    """Both sides of ``=``; ConfigurationError for anything else, which names the ``form`` that the help shows."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigurationError(f"{flag} {text!r} is not KEY=VALUE", setting=flag, value=text)
+        raise ConfigurationError(f"{flag} {text!r} is not {form}", setting=flag, value=text)
     return key, value
 
 
