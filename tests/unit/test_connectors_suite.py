@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -120,6 +122,20 @@ class TestFaults:
 
 
 class TestLimits:
+    def test_an_interrupt_waits_for_the_item_to_end(self) -> None:
+        """An interpreter that ends while a thread of it is in native code may abort."""
+        ended = threading.Event()
+
+        def interrupted(stage: Stage) -> str:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            ended.set()
+            return ""
+
+        with pytest.raises(KeyboardInterrupt):
+            next(run_items(Subject.of("memory"), [Item("interrupted", "P2", interrupted)]))
+        assert ended.is_set()
+
     def test_an_item_that_hangs_has_failed(self) -> None:
         ended = threading.Event()
 

@@ -20,6 +20,7 @@ from torpor.testing.connectors.subject import Subject
 
 T = TypeVar("T")
 START_S = 60.0
+INTERRUPTED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def run_item(subject: Subject, item: Item, processes: Workers, *, seed: int = 0)
         status, reason = Status.NOT_APPLICABLE, "it does not declare supports_sleep_mode: no engine that sleeps takes it"
     else:
         limit_s = subject.patient(item.limit_s)
-        found = within(limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)))
+        found = within(limit_s, lambda: _verdict_of_all(lambda: _play(subject, item, processes, seed)), processes.abandon)
         if found is None:
             processes.abandon()
             found = Status.FAILED, f"it has not ended after {limit_s:.0f} s: something hangs"
@@ -136,13 +137,24 @@ def _verdict(run: Callable[[], str]) -> tuple[Status, str]:
         return Status.FAILED, f"{told(error)} ({where.filename}:{where.lineno})"
 
 
-def within(limit_s: float, run: Callable[[], T]) -> T | None:
+def within(limit_s: float, run: Callable[[], T], hasten: Callable[[], None] = lambda: None) -> T | None:
     """What ``run``, which does not raise, gives back; None when it has not ended in time. A connector that hangs must not hang
-    the suite: its thread is left behind."""
+    the suite: its thread is left behind. After an interrupt ``hasten`` is called and the end of ``run`` waited for a while: an
+    interpreter that ends while a thread is in native code may abort."""
     found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(run()), name="torpor-suite-item", daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    ended = threading.Event()  # an interrupted join() takes the thread for one that has ended, in Python before 3.13
+
+    def work() -> None:
+        found.append(run())
+        ended.set()
+
+    try:
+        threading.Thread(target=work, name="torpor-suite-item", daemon=True).start()
+        ended.wait(limit_s)
+    except KeyboardInterrupt:
+        hasten()
+        ended.wait(INTERRUPTED_S)
+        raise
     return found[0] if found else None
 
 
