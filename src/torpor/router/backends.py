@@ -48,7 +48,8 @@ class Backend:
         self._failures_in_a_row = 0
         self._in_flight = self._requests = self._failures = 0
         self._silent_since: float | None = None
-        self._lost: asyncio.Future[None] | None = None
+        self._lost: asyncio.Future[str] | None = None
+        self._given_up = False
 
     @property
     def state(self) -> BackendState:
@@ -64,9 +65,9 @@ class Backend:
         return self._clock() < self._retry_at
 
     @property
-    def lost(self) -> asyncio.Future[None]:
-        """Done once its probes have failed for ``silence_timeout_s``: whoever waits for it waits in vain. A new one when it is
-        back."""
+    def lost(self) -> asyncio.Future[str]:
+        """Why whoever waits for it waits in vain; done once its probes have failed for ``silence_timeout_s``, or by
+        ``give_up``. A new one when it is back."""
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
         return self._lost
@@ -92,9 +93,18 @@ class Backend:
         now = self._clock()
         if self._silent_since is None:
             self._silent_since = now
-        elif now - self._silent_since >= self._config.silence_timeout_s and not self.lost.done():
-            self.lost.set_result(None)
+        elif now - self._silent_since >= self._config.silence_timeout_s:
+            self._lose("it has been silent for too long (silence_timeout_s)")
         self._move(BackendState.DOWN, detail)
+
+    def give_up(self, why: str) -> None:
+        """Ends what waits for it, and whatever will: the router stops."""
+        self._given_up = True
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
 
     def saw_failure(self, detail: str) -> None:
         """A request failed: connection, timeout, or a 5xx that is not about sleeping."""
@@ -107,7 +117,7 @@ class Backend:
 
     def _heard(self) -> None:
         self._silent_since = None
-        if self._lost is not None and self._lost.done():
+        if self._lost is not None and self._lost.done() and not self._given_up:
             self._lost = None
 
     def _move(self, state: BackendState, detail: str) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class EngineSilent(Exception):
-    """Its probes have failed for ``silence_timeout_s``."""
+    """It was given up: its probes have failed for ``silence_timeout_s``, or the router stops."""
 
 
 FAILURES = (httpx.HTTPError, asyncio.TimeoutError, EngineSilent)
@@ -174,7 +174,7 @@ def words(error: Exception) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return "timed out"
     if isinstance(error, EngineSilent):
-        return "it has been silent for too long (silence_timeout_s)"
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -191,7 +191,7 @@ async def within(seconds: float, work: Awaitable[T], backend: Backend) -> T:
         await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
             return doing.result()
-        raise EngineSilent if lost.done() else asyncio.TimeoutError
+        raise EngineSilent(lost.result()) if lost.done() else asyncio.TimeoutError
     finally:
         if not doing.done():
             await stop(doing)
