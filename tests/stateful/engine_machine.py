@@ -303,5 +303,5 @@ class EngineMachine(EngineChecks):
                 assert call.error.fields["state"] == state.value
             case _:
                 assert call.report["noop"] is (outcome == "nothing to do"), call.report
-                assert (call.report["reason"] is not None) == (outcome == "nothing to do")
+                assert (call.report["reason"] is not None) == (outcome in ("nothing to do", "resumed"))
                 assert call.report["state"] == state.value

@@ -134,7 +134,9 @@ def state_after_wake(state: EngineState) -> tuple[EngineState, str]:
     match state:
         case S.AWAKE:
             return state, "nothing to do"
-        case S.PAUSED | S.DRAINING:
+        case S.PAUSED:
+            return S.AWAKE, "resumed"
+        case S.DRAINING:
             return S.AWAKE, "nothing to do"
         case S.SLEEPING | S.WAKING:
             return state, "waits"

@@ -11,6 +11,7 @@ from torpor.testing.connectors.process import MAIN
 
 PROBE = """
 import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell would ignore it from its start
 class Look:
     def find_spec(self, name, path=None, target=None):
         if name == {at!r}:
