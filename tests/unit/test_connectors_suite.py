@@ -122,6 +122,7 @@ class TestFaults:
 
 
 class TestLimits:
+    @pytest.mark.usefixtures("interruptible")
     def test_an_interrupt_waits_for_the_item_to_end(self) -> None:
         """An interpreter that ends while a thread of it is in native code may abort."""
         ended = threading.Event()
