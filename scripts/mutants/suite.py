@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "suite-an-item-may-hang",
         SUITE,
-        "    thread.join(limit_s)\n",
-        "    thread.join()\n",
+        "        ended.wait(limit_s)\n",
+        "        ended.wait()\n",
         "a connector that hangs hangs the suite",
         LIMITS + "test_an_item_that_hangs_has_failed",
         hang=True,

@@ -342,7 +342,7 @@ def test_unknown_load_format_and_backend(tmp_path: Path, memory: Memory) -> None
     save_tiny(tmp_path)
     with pytest.raises(ConfigurationError, match="known: auto, random"):
         resolve_model(ModelConfig(source=str(tmp_path), load_format="npz"))
-    with pytest.raises(ConfigurationError, match="known: auto, sdpa"):
+    with pytest.raises(ConfigurationError, match="on cpu there are auto, sdpa"):
         load(tmp_path, memory, attention_backend="flash")
 
 
