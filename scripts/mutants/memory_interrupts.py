@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant(
         "hooks-of-two-threads-are-lost",
         "src/torpor/memory/hooks.py",
-        "            with self._changing:\n                self._hooks = [h for",
-        "            if self._changing:\n                self._hooks = [h for",
+        "            self._hooks.pop(hook.order, None)\n",
+        "            self._hooks = {o: h for o, h in list(self._hooks.items()) if h is not hook}\n",
         "a transport is not told of the sleep: its peers read old pages",
         "tests/unit/test_memory_hooks_threads.py::test_two_threads_that_register_and_unregister_lose_no_hook",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,40 +34,37 @@ class Hooks:
     """Both functions of a hook must be idempotent: a retried sleep or wake calls them again (M3)."""
 
     def __init__(self) -> None:
-        self._hooks: list[Hook] = []  # oldest first; replaced, never changed, so readers need no lock
-        self._away: frozenset[Hook] = frozenset()  # let go, or failed to come back; likewise
-        self._changing = threading.Lock()  # while one of the two is replaced; no hook runs with it
+        # Both change by single steps that no other thread, and no finalizer, can come between: there is no lock to wait for.
+        self._hooks: dict[int, Hook] = {}  # by order, oldest first
+        self._away: set[Hook] = set()  # let go, or failed to come back
         self._orders = itertools.count()
         self.seconds_of: dict[str, float] = {}  # by name, of the last ``release`` or ``restore``
 
     def register(self, tag: str, before: HookFunction | None, after: HookFunction | None, name: str) -> Callable[[], None]:
         """The returned function unregisters; calling it again does nothing."""
         hook = Hook(tag, name or _name_of(before or after), next(self._orders), before, after)
-        with self._changing:
-            self._hooks = [*self._hooks, hook]
+        self._hooks[hook.order] = hook
 
         def unregister() -> None:
-            with self._changing:
-                self._hooks = [h for h in self._hooks if h is not hook]
-                self._away -= {hook}
+            self._hooks.pop(hook.order, None)
+            self._away.discard(hook)
 
         return unregister
 
     def clear(self) -> None:
-        with self._changing:
-            self._hooks = []
-            self._away = frozenset()
+        self._hooks.clear()
+        self._away.clear()
 
-    def _note(self, hook: Hook, *, away: bool) -> None:
-        with self._changing:
-            self._away = self._away | {hook} if away else self._away - {hook}
+    @property
+    def _known(self) -> list[Hook]:
+        return list(self._hooks.values())
 
     def count(self, tag: str) -> int:
-        return sum(h.tag == tag for h in self._hooks)
+        return sum(h.tag == tag for h in self._known)
 
     def away(self, tag: str) -> int:
         """How many hooks of ``tag`` let go and have not come back: a wake that covers the tag calls them."""
-        return sum(h.tag == tag for h in self._hooks if h in self._away)
+        return sum(h.tag == tag for h in self._known if h in self._away)
 
     def release(self, tags: Iterable[str]) -> list[Hook]:
         """before_unmap of every hook of ``tags``, newest first across tags; gives back those that ran, in that order (M2).
@@ -78,7 +74,7 @@ class Hooks:
         """
         wanted, ran = set(tags), list[Hook]()
         self.seconds_of = {}
-        for hook in [h for h in reversed(self._hooks) if h.tag in wanted]:
+        for hook in [h for h in reversed(self._known) if h.tag in wanted]:
             try:
                 self._timed(hook, hook.before_unmap)
             except BaseException as error:
@@ -87,7 +83,7 @@ class Hooks:
                     raise
                 raise _error(HookFailure(hook, error), "before_unmap", "nothing was unmapped", undo_failures=failures) from error
             ran.append(hook)
-            self._note(hook, away=True)
+            self._away.add(hook)
         return ran
 
     def undo(self, released: list[Hook]) -> tuple[str, ...]:
@@ -98,16 +94,16 @@ class Hooks:
         """after_map of every hook of ``tags``, oldest first; one that fails does not stop the others (M3)."""
         wanted = set(tags)
         self.seconds_of = {}
-        return self._run_after(h for h in self._hooks if h.tag in wanted)
+        return self._run_after(h for h in self._known if h.tag in wanted)
 
     def _run_after(self, hooks: Iterable[Hook]) -> list[HookFailure]:
         failures = []
         for hook in list(hooks):
             try:
                 self._timed(hook, hook.after_map)
-                self._note(hook, away=False)
+                self._away.discard(hook)
             except Exception as error:
-                self._note(hook, away=True)
+                self._away.add(hook)
                 failures.append(HookFailure(hook, error))
         return failures
 
@@ -123,7 +119,7 @@ class Hooks:
     def _own_failures(self, hook: Hook, error: BaseException) -> tuple[str, ...]:
         found = tuple(error.fields.get("undo_failures", ())) if isinstance(error, TorporError) else ()
         if found:
-            self._note(hook, away=True)
+            self._away.add(hook)
         return tuple(f"{hook.name}: {text}" for text in found)
 
 
