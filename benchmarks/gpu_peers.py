@@ -15,7 +15,8 @@ Each in a process of its own, on the GPU that CUDA shows first:
 Wakes follow their sleep at once and after a second by turns: at once, the device still clears what was given back; later, the
 driver first takes it back into its books. A peer copies in every sleep; of torpor's, those that found nothing changed and those
 that found every chunk changed are told apart. A peer's wake maps and restores the weights, and maps the KV cache after that, its
-fastest order; every wake is checked by a sum over the weights. No case is begun after ``--seconds``.
+fastest order; every wake is checked by a sum over the weights. No case is begun after ``--seconds``; ``--quick``: a round, of
+``link``, ``torpor`` and ``tms retain`` alone.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ COMPARED = (  # theirs, torpor's
 )
 LAST_CASE_S = 25.0  # the one that runs when the time is up may end
 CASES = ("link", "torpor", "tms retain", "pin_memory", "tms")  # the longest, which says least, last
+QUICK_CASES = CASES[:3]
 
 
 # ---- in the parent -----------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def main() -> None:
         weights_gib=weights_gib,
         kv_gib=kv_gib,
         rounds=3,
-        cases=",".join(CASES),
+        cases="",
         hook_mode="preload",
         seconds=75.0,
         child="",
@@ -187,11 +189,12 @@ def main() -> None:
         peers_cases.run(options)
     if options.quick:
         options.rounds = 1
+    cases = options.cases.split(",") if options.cases else QUICK_CASES if options.quick else CASES
     run = common.Run(
         "gpu_peers", f"peers: {options.weights_gib:g} GiB of weights, {options.kv_gib:g} GiB of KV cache", options.out
     )
     deadline = time.monotonic() + options.seconds
-    tried = {case: try_case(case, options, run, deadline) for case in options.cases.split(",")}
+    tried = {case: try_case(case, options, run, deadline) for case in cases}
     weights_bytes = int(options.weights_gib * GIB)
     found = {case.replace(" ", "_"): summary(case, measured, weights_bytes) for case, measured in tried.items() if measured}
     if not found:

@@ -7,6 +7,7 @@ from mutants.mutant import NATIVE, NATIVE_CUDA, Mutant
 IPC = "src/torpor/connectors/ipc.py"
 LINK = "src/torpor/connectors/link.py"
 PULLER = "src/torpor/connectors/puller.py"
+TURNS = "src/torpor/connectors/turns.py"
 BEGUN_TESTS = "tests/unit/test_connectors_begun.py::"
 
 MUTANTS = (
@@ -21,12 +22,12 @@ MUTANTS = (
     Mutant(
         "p2-a-begun-read-does-not-hold-the-import",
         LINK,
-        "            if self._begun is None:\n                self._using.release()\n",
-        "            self._using.release()\n",
+        "            if load not in self._begun:\n                self._uses.end()\n",
+        "            self._uses.end()\n",
         "the import is dropped, and the owner told so, while the device reads through it",
         BEGUN_TESTS + "test_p2_an_owner_s_sleep_waits_for_what_the_device_copies",
         crash=True,
-        also=(("                held.callback(self._using.release)\n", "                held.callback(lambda: None)\n"),),
+        also=(("                held.callback(self._uses.end)\n", "                held.callback(lambda: None)\n"),),
     ),
     Mutant(
         "p3-a-begun-read-is-not-checked",
@@ -63,8 +64,8 @@ MUTANTS = (
     Mutant(
         "begun-read-only-its-first-piece",
         IPC,
-        "                following = flying.enter_context(self._remote.begin_copy(piece))\n",
-        "                following = last\n                del piece\n",
+        "                self._flying.append(writing.enter_context(self._remote.begin_copy(piece)))\n",
+        "                del piece\n                break\n",
         "the rest of a large load is whatever was in its blocks",
         BEGUN_TESTS + "test_all_pieces_of_a_large_load_arrive",
     ),
@@ -79,18 +80,60 @@ MUTANTS = (
     Mutant(
         "p1-begun-in-another-epoch",
         PULLER,
-        " or link.epoch != load.epoch or load.only_tells:\n            return False",
-        " or load.only_tells:\n            return False",
+        " or link.epoch != load.epoch or load.only_tells or not",
+        " or load.only_tells or not",
         "an old reference is read over a new link",
         BEGUN_TESTS + "test_p1_a_load_of_another_epoch_is_not_begun",
     ),
     Mutant(
         "nothing-is-ever-begun",
-        PULLER,
-        "                if not self._begin_at_once(load):\n                    self._queue.append(load)\n",
-        "                self._queue.append(load)\n",
+        TURNS,
+        "        self._queue.append(load)\n        self._begin_queued()\n",
+        "        self._queue.append(load)\n",
         "every load waits until the engine's thread lets go of the interpreter",
         BEGUN_TESTS + "test_a_read_begins_on_the_engine_s_thread_and_ends_on_the_puller_s",
+    ),
+    Mutant(
+        "begun-one-after-the-other",
+        TURNS,
+        "ON_THEIR_WAY = 2\n",
+        "ON_THEIR_WAY = 1\n",
+        "the device idles while the bytes of a load are checked and told of",
+        BEGUN_TESTS + "test_the_next_read_begins_before_the_one_before_it_has_ended",
+    ),
+    Mutant(
+        "begun-only-when-it-is-asked-for",
+        TURNS,
+        "            self._begun = tuple(rest)\n            self._begin_queued()\n",
+        "            self._begun = tuple(rest)\n",
+        "of a queue of loads, every second one waits for the device alone",
+        BEGUN_TESTS + "test_the_puller_begins_what_waits_before_it_waits_itself",
+        also=(("        self._begin_queued()\n        now = ", "        now = "),),
+    ),
+    Mutant(
+        "p5-dropped-under-a-read-of-its-own",
+        PULLER,
+        "drops = self._spoilt and not self._turns.on_their_way\n",
+        "drops = self._spoilt\n",
+        "the thread waits five seconds for a read that only it can end",
+        BEGUN_TESTS + "test_p5_the_link_is_dropped_when_the_last_read_over_it_has_ended",
+    ),
+    Mutant(
+        "p5-what-is-on-its-way-is-not-cancelled",
+        TURNS,
+        "else []) + [*self._begun]\n",
+        "else [])\n",
+        "a request's blocks are given away while the device copies into them",
+        BEGUN_TESTS + "test_p5_a_cancel_waits_for_a_read_whose_turn_has_not_come",
+    ),
+    Mutant(
+        "p2-only-the-first-read-holds-the-import",
+        "src/torpor/connectors/uses.py",
+        "lambda: not (self._reads or self._alone)",
+        "lambda: not (self._reads > 1 or self._alone)",
+        "the import is dropped, and the owner told so, while the device reads through it",
+        BEGUN_TESTS + "test_p2_an_owner_s_sleep_waits_for_all_that_is_on_its_way",
+        crash=True,
     ),
     Mutant(
         "native-memory-goes-while-blocks-are-copied",

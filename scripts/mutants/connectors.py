@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "p2-acknowledged-before-the-read-has-ended",
         LINK,
-        "        with self._using:\n            dropped = self._remote.close()\n        if dropped:\n"
+        "        with self._uses.alone():\n            dropped = self._remote.close()\n        if dropped:\n"
         "            self._channel.send(",
         "        dropped = True\n        if dropped:\n            self._channel.send(",
         "the owner unmaps what is being read",
@@ -185,7 +185,7 @@ MUTANTS = (
         "p5-who-waits-behind-a-dead-peer-waits-on",
         PULLER,
         '            self._fail_queued(f"{type(error).__name__}: {error}")\n',
-        "            self._queue.clear()\n",
+        "            self._turns.take_waiting()\n",
         "requests hang behind a peer that is gone",
         PULLER_TESTS + "test_whoever_waits_behind_a_peer_that_cannot_be_reached_hears_it_too",
     ),

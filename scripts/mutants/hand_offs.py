@@ -10,6 +10,7 @@ LEASES = "src/torpor/connectors/leases.py"
 LINK = "src/torpor/connectors/link.py"
 LOADS = "src/torpor/connectors/loads.py"
 PULLER = "src/torpor/connectors/puller.py"
+TURNS = "src/torpor/connectors/turns.py"
 SCHEDULER = "src/torpor/connectors/scheduler.py"
 FENCE_TESTS = "tests/unit/test_connectors_fence.py::"
 HOSTILE_TESTS = "tests/unit/test_connectors_hostile.py::"
@@ -77,17 +78,17 @@ MUTANTS = (
     ),
     Mutant(
         "p5-all-wait-for-a-hand-off-that-does-not-come",
-        PULLER,
-        "                        self._aside.append(Turn(turn.load, now + GRACE_LOOK_S, turn.first))\n",
-        "                        self._queue.appendleft(turn.load)\n",
+        TURNS,
+        "            self._aside.append(Turn(turn.load, time.monotonic() + GRACE_LOOK_S, turn.first))\n",
+        "            self._queue.appendleft(turn.load)\n",
         "one forged request holds up all others of that peer",
         PULLER_TESTS + "test_a_hand_off_that_does_not_come_holds_up_no_other_load",
     ),
     Mutant(
         "p5-a-release-forgets-what-waits-for-its-hand-off",
-        PULLER,
-        "            return [*running, *self._queue, *(turn.load for turn in self._aside)]\n",
-        "            return [*running, *self._queue]\n",
+        TURNS,
+        "*self._queue, *(turn.load for turn in self._aside)]\n\n    def prepare",
+        "*self._queue]\n\n    def prepare",
         "a load never ends, and its request hangs",
         PULLER_TESTS + "test_a_release_ends_what_waits_for_its_hand_off",
     ),

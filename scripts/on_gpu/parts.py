@@ -43,9 +43,10 @@ class Part:
 
 BENCHMARKS_S = {"sleep": 130, "peers": 85, "engine": 90, "shared_images": 62, "attention": 19, "transfer": 36, "start": 150}
 """In the order they run: when time is short, what comes first counts most; what is compared is measured side by side."""
-QUICK_S = {"sleep": 25, "peers": 75, "engine": 66, "shared_images": 22, "attention": 12, "transfer": 22, "start": 52}
+QUICK_S = {"sleep": 25, "peers": 50, "engine": 66, "shared_images": 22, "attention": 12, "transfer": 22, "start": 52}
 """With ``--quick``, beside the tests. Of some the start of processes is most, which is not shorter then."""
 ON_REQUEST = {"wake_orders", "pair", "tests:lmcache"}  # explain a choice, take long, or need LMCache; run when they are named
+ENOUGH_OF_ONE_GPU = {"start"}  # left out of a quick run on one GPU, where nothing runs beside it: "engine" times a start as well
 WHOLE_BENCHMARKS = {"transfer"}  # between two GPUs, where there are two
 COLD_BENCHMARKS = {"engine"}  # measures a first start
 OTHER_S = 60.0  # of a benchmark, or a test file, that is named nowhere here
@@ -85,7 +86,7 @@ def all_parts(out: Path, model: str, *, quick: bool, slow: bool, gpus: int = 1, 
     """In the order they are begun. ``slow``: with the slow tests, which have no limit but ``minutes``."""
     flags = ("--out", str(out), *(("--quick",) if quick else ()))
     patience = max(1.0, minutes / PATIENT_MINUTES) * (100.0 if slow else 1.0)
-    benchmarks = benchmark_parts(flags, quick)
+    benchmarks = [part for part in benchmark_parts(flags, quick) if not (quick and gpus == 1 and part.name in ENOUGH_OF_ONE_GPU)]
     measured = [part for part in benchmarks if part.use is Use.MEASURED]
     whole = [part for part in benchmarks if part.use is Use.WHOLE]
     parts = [*whole, *measured, *demo_parts(model, flags), *test_parts(slow, gpus)]

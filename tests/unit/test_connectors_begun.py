@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import pytest
 from connector_pairs import WAIT_S, A, B, Background, Pairs
 
 from torpor.connectors import ipc
-from torpor.connectors.loads import Load
-from torpor.errors import DeviceError, HookError
+from torpor.connectors.puller import JOIN_S
+from torpor.errors import DeviceError, HookError, TransportError
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
 
 THERE, HERE = [1, 2, 3], [4, 5, 6]
@@ -38,7 +39,7 @@ class Flight:
             return
         self._landed = True
         self._sky.waited_for.set()
-        assert self._sky.clear.wait(WAIT_S), "nobody let it land"
+        self._sky.wait()
         if self._sky.crash is not None:
             raise self._sky.crash
         self._land()
@@ -55,9 +56,23 @@ class Sky:
         self.refuses: Exception | None = None
         self.crash: Exception | None = None
         self.at_once = False  # the host driver's own way
+        self._landings: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._device: Any = engine.memory.device
         self._plain = self._device.begin_copy_blocks
         self._device.copies_beside, self._device.begin_copy_blocks = True, self._begin
+
+    def land_one(self, crash: Exception | None = None) -> None:
+        """The next one that is waited for, whether or not the sky is clear."""
+        self._landings.put(crash)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not self.clear.is_set():
+            assert time.monotonic() < deadline, "nobody let it land"
+            with contextlib.suppress(queue.Empty):
+                if (crash := self._landings.get(timeout=0.005)) is not None:
+                    raise crash
+                return
 
     def _begin(self, *piece: Any, limits: tuple[int, int]) -> Any:
         if self.refuses is not None:
@@ -125,24 +140,106 @@ def test_the_lease_s_word_is_computed_by_whoever_waits_for_the_copy(met: tuple[K
     p, d, sky = met
     sky.clear.clear()
     d.begin_load("q", A, p.prefill("r", A, THERE), HERE)
-    load: Load = puller_of(d)._running
+    (load,) = puller_of(d)._turns.pending()
     assert sky.waited_for.wait(WAIT_S)
     assert load._word is not None
     sky.clear.set()
     assert d.wait("q") == "recving"
 
 
-def test_one_after_the_other(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+def three_at_once(p: KVEngine, d: KVEngine) -> None:
+    """Asked for in one step; their blocks are all different."""
+    d.begin_load("q1", A[:4], p.prefill("r1", A[:4], [1]), [4])
+    d.begin_load("q2", B[:4], p.prefill("r2", B[:4], [2]), [5])
+    d.begin_load("q3", A[4:8], p.prefill("r3", A[4:8], [3]), [6])
+
+
+def have_come(d: KVEngine) -> list[bool]:
+    return [d.has(A[:4], [4]), d.has(B[:4], [5]), d.has(A[4:8], [6])]
+
+
+def test_the_next_read_begins_before_the_one_before_it_has_ended(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
-    first, second = p.prefill("r1", A, THERE), p.prefill("r2", B, [5, 6, 7])
-    d.begin_load("q1", A, first, HERE)
-    d.begin_load("q2", B, second, [0, 1, 2])
-    assert sky.begun_by == ["engine"], "a link has one read at a time"
+    three_at_once(p, d)
+    assert sky.waited_for.wait(WAIT_S)
+    assert sky.begun_by == ["engine", "engine"], "two are on their way at most"
     sky.clear.set()
-    assert (d.wait("q1"), d.wait("q2")) == ("recving", "recving")
-    assert d.has(A, HERE)
-    assert d.has(B, [0, 1, 2])
+    assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving"] * 3
+    assert have_come(d) == [True] * 3
+    assert [p.wait(name) for name in ("r1", "r2", "r3")] == ["sending"] * 3
+
+
+def test_the_puller_begins_what_waits_before_it_waits_itself(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+    p, d, sky = met
+    sky.clear.clear()
+    three_at_once(p, d)
+    assert sky.waited_for.wait(WAIT_S)
+    sky.waited_for.clear()
+    sky.land_one()
+    assert d.wait("q1") == "recving"
+    assert sky.waited_for.wait(WAIT_S)
+    assert sky.begun_by == ["engine", "engine", "puller"], "the third, while the second is in the air"
+    assert have_come(d) == [True, False, False]
+    sky.clear.set()
+    assert (d.wait("q2"), d.wait("q3")) == ("recving", "recving")
+
+
+def test_nothing_begins_beside_a_load_whose_link_is_not_up(tmp_path: Path) -> None:
+    with contextlib.closing(Pairs("ipc", tmp_path)) as pairs:
+        p, d = pairs.pair()
+        sky = Sky(d)
+        three_at_once(p, d)
+        assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving"] * 3
+        assert have_come(d) == [True] * 3
+        assert set(sky.begun_by) == {"puller"}
+
+
+def test_p2_an_owner_s_sleep_waits_for_all_that_is_on_its_way(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+    p, d, sky = met
+    sky.clear.clear()
+    three_at_once(p, d)
+    slept = Background(p.sleep)
+    assert not slept.ended_within(0.2)
+    sky.land_one()
+    assert not slept.ended_within(0.2), "the second is still copied out of that memory"
+    sky.clear.set()
+    assert slept.result().held_bytes == 0
+    ended = [d.wait(name) for name in ("q1", "q2", "q3")]
+    assert ended[1:] == ["failed", "failed"], "the lease had gone when their bytes were looked at"
+    p.wake()
+    assert d.load("q", B, p.prefill("r", B, THERE), HERE) == "recving"
+
+
+def test_p5_the_link_is_dropped_when_the_last_read_over_it_has_ended(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+    p, d, sky = met
+    link = puller_of(d).link
+    sky.clear.clear()
+    three_at_once(p, d)
+    assert sky.waited_for.wait(WAIT_S)
+    sky.land_one(TransportError("the way is broken", transport="ipc"))
+    assert d.wait("q1") == "failed"
+    assert not link.alive, "no read begins over it"
+    began = time.monotonic()
+    sky.clear.set()
+    ended = [d.wait("q2"), d.wait("q3")]
+    assert time.monotonic() - began < JOIN_S, "nobody waited for a read that only this thread could end"
+    assert ended == ["recving", "recving"], "the one was on its way and is right, the other came over a new link"
+    assert have_come(d)[1:] == [True, True]
+    idle(d)
+    assert puller_of(d).link is not link
+    assert p.sleep().held_bytes == 0
+
+
+def test_p5_a_cancel_waits_for_a_read_whose_turn_has_not_come(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+    p, d, sky = met
+    sky.clear.clear()
+    three_at_once(p, d)
+    cancelled = Background(lambda: d.cancel("q2"))
+    assert not cancelled.ended_within(0.2), "its blocks are being written to"
+    sky.clear.set()
+    cancelled.result()
+    assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving", "failed", "recving"]
 
 
 def test_a_hand_off_that_has_not_come_is_awaited_by_the_puller(

@@ -57,7 +57,7 @@ class TestReading:
             d.begin_load("q", A, params, [0, 7, 2])
             assert gate.reached.wait(WAIT_S)
             d.step()
-            (load,) = (p._running for p in d.worker._reader._pullers.values())  # type: ignore[attr-defined]
+            ((load,),) = (p._turns.pending() for p in d.worker._reader._pullers.values())  # type: ignore[attr-defined]
             assert load._told is not None
         assert d.wait("q") == "recving"
 

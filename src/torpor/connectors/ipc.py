@@ -16,7 +16,9 @@ import os
 import socket
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -220,25 +222,23 @@ class IpcRemote(RemoteMemory):
 
 
 class IpcRead:
-    """A read whose first piece the device copies while others run. Two pieces at most are on their way: the second begins before
-    the first is waited for, so the device is never idle in between."""
+    """A read whose first pieces the device copies while others run. Two are on their way at most: the next begins before the
+    one before it is waited for, so the device is never idle in between."""
 
     def __init__(self, remote: IpcRemote, request: BlockRead) -> None:
         self._remote, self._request = remote, request
         self._pieces = remote.pieces(request)
         with contextlib.ExitStack() as writing:
             writing.enter_context(request.writing())
-            self._first = remote.begin_copy(next(self._pieces))
+            self._flying = deque(writing.enter_context(remote.begin_copy(piece)) for piece in islice(self._pieces, 2))
             self._writing = writing.pop_all()
 
     def finish(self) -> int:
-        with self._writing, contextlib.ExitStack() as flying:
-            last = flying.enter_context(self._first)
+        with self._writing as writing:
             self._request.meanwhile()
             for piece in self._pieces:
-                following = flying.enter_context(self._remote.begin_copy(piece))
-                last.close()
-                last = following
+                self._flying.append(writing.enter_context(self._remote.begin_copy(piece)))
+                self._flying.popleft().close()
         return self._remote.nbytes(self._request)
 
 

@@ -16,6 +16,7 @@ from torpor.connectors.handshake import expect, greet
 from torpor.connectors.loads import Load
 from torpor.connectors.options import Options
 from torpor.connectors.transport import BlockRead, Reading, RemoteMemory, Target, Transport
+from torpor.connectors.uses import Uses
 from torpor.errors import HandshakeError, PeerError, StaleEpochError
 from torpor.kvcache.types import Epoch
 
@@ -26,7 +27,7 @@ DROP_NAPS_S = (0.01, 0.05, 0.2, 0.5, 1.0)  # between attempts to drop an import 
 
 
 class Link:
-    """Made by ``connect``. Reads are the puller's thread's; its own thread hears the owner, also while we sleep."""
+    """Made by ``connect``. Reads end on the puller's thread; its own thread hears the owner, also while we sleep."""
 
     def __init__(self, channel: Channel, offer: wire.Offer, theirs: Geometry, remote: RemoteMemory, heartbeat_s: float) -> None:
         self.engine_id = offer.engine_id
@@ -38,8 +39,8 @@ class Link:
         self._remote = remote
         self._heartbeat_s = heartbeat_s
         self._stopping = threading.Event()  # no read begins any more
-        self._using = threading.Lock()  # held by a read, and by whoever drops the import
-        self._begun: Reading | None = None  # holds it until ``read``
+        self._uses = Uses()
+        self._begun: dict[Load, Reading] = {}  # each a use until its ``read``
         self._thread = threading.Thread(target=self._listen, name=f"torpor-kv-link {channel.peer}", daemon=True)
         self._thread.start()
 
@@ -53,7 +54,7 @@ class Link:
     def ready(self, load: Load) -> bool:
         """Whether the owner's worker has heard of the hand-off: its blocks are written before. False: look again soon. Whether
         the hand-off is this load's is said after the read. StaleEpochError, PeerError, TransportError."""
-        with self._using:
+        with self._uses.reading():
             self._check_alive()
             verdict = heard(self._remote.look(load.lease)[0], self.epoch, load.lease)
         if verdict is Verdict.NOT_YET:
@@ -63,8 +64,9 @@ class Link:
 
     def begin(self, load: Load, timeout_s: float) -> bool:
         """``ready`` and the first part of ``read``, for the engine's thread: it waits for nothing. True: ``read`` of that load
-        must follow, on any thread. False: nothing was begun, and ``ready`` and ``read`` say why, if anything is wrong."""
-        if not (self._remote.begins and self._using.acquire(blocking=False)):
+        must follow, on any thread, whatever becomes of the load. False: nothing was begun, and ``ready`` and ``read`` say why,
+        if anything is wrong. Other reads may be under way."""
+        if not (self._remote.begins and self._uses.begin()):
             return False
         try:
             if (
@@ -72,25 +74,25 @@ class Link:
                 and len(load.remote) == len(load.local)
                 and heard(self._remote.look(load.lease)[0], self.epoch, load.lease) is Verdict.VALID
             ):
-                self._begun = self._remote.begin(self._request(load, timeout_s))
+                self._begun[load] = self._remote.begin(self._request(load, timeout_s))
         except Exception as error:  # whatever it is, the puller's own attempt meets it too, and ends the load
             logger.debug("the read of request %s is not begun at once: %s", load.request_id, error)
         finally:
-            if self._begun is None:
-                self._using.release()
-        return self._begun is not None
+            if load not in self._begun:
+                self._uses.end()
+        return load in self._begun
 
     def read(self, load: Load, ours: Geometry, timeout_s: float) -> None:
         """Fetches the blocks of a load that is ``ready``, or has begun, and proves them right (P3). PeerError, StaleEpochError,
         TransportError, LoadCancelled."""
         with contextlib.ExitStack() as held:
-            begun, self._begun = self._begun, None
+            begun = self._begun.pop(load, None)
             if begun is not None:
-                held.callback(self._using.release)
+                held.callback(self._uses.end)
                 moved = begun.finish()
             else:
                 load.check_against(ours, self.theirs, str(self))
-                held.enter_context(self._using)
+                held.enter_context(self._uses.reading())
                 self._check_alive()
                 moved = self._remote.read(self._request(load, timeout_s), lambda: self._confirm(load))
             self._confirm(load)
@@ -122,13 +124,11 @@ class Link:
         """Stops reads, drops the import, says goodbye. False when a read did not stop in time: the import is dropped when it
         does. Idempotent."""
         self.stop()
-        if not self._using.acquire(timeout=timeout_s):
+        with self._uses.alone(timeout_s) as alone:
+            dropped = alone and self._remote.close()
+        if not alone:
             self._channel.abort()
             return False
-        try:
-            dropped = self._remote.close()
-        finally:
-            self._using.release()
         if dropped:
             with contextlib.suppress(PeerError):
                 self._channel.send(wire.Goodbye())
@@ -186,7 +186,7 @@ class Link:
     def _drop(self) -> None:
         """The connection ends after the import: while it lives, the owner waits and does not have to guess."""
         for nap_s in (*DROP_NAPS_S, None):
-            with self._using:
+            with self._uses.alone():
                 if self._remote.close() or nap_s is None:
                     return
             time.sleep(nap_s)
@@ -194,7 +194,7 @@ class Link:
     def _let_go(self) -> None:
         """The answer to a withdrawal: sent when nothing is in flight and nothing is held any more, or not at all."""
         self._stopping.set()
-        with self._using:
+        with self._uses.alone():
             dropped = self._remote.close()
         if dropped:
             self._channel.send(wire.Withdrawn(epoch=str(self.epoch)))

@@ -1,5 +1,5 @@
-"""One thread per peer that we read from: it connects when there is something to read, and reads one load after the other, so a
-slow or dead peer holds up its own loads only.
+"""One thread per peer that we read from: it connects when there is something to read, and ends one read after the other, so a
+slow or dead peer holds up its own loads only. Where a device copies, the next read begins before the one before it has ended.
 
 A client can be here before the owner's worker has the hand-off. Such a load is put aside and looked at now and then, while others
 are read; one whose hand-off never comes - a forged one - costs them nothing.
@@ -11,31 +11,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-
-import msgspec
 
 from torpor.connectors.link import Link
 from torpor.connectors.loads import Load, LoadState
 from torpor.connectors.transport import Target
+from torpor.connectors.turns import Turn, Turns
 from torpor.errors import PeerError, StaleEpochError, TorporError, TransportError
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 5.0
 GRACE_S = 0.5  # how long a hand-off may take from the owner's scheduler to its worker after the client has it
-GRACE_LOOK_S = 0.005
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """A load whose turn it is, or will be."""
-
-    load: Load
-    at: float
-    first: float  # when its hand-off was looked for first
-    begun: Link | None = None  # over which its read is under way
 
 
 class Puller:
@@ -59,14 +47,12 @@ class Puller:
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes a thread in two thirds of the time that a Condition takes
         self._waiting = False  # for the bell
-        self._queue: deque[Load] = deque()
-        self._aside: list[Turn] = []  # their hand-offs have not come yet
-        self._running: Load | None = None
-        self._begun: Turn | None = None  # of the running load, until the thread takes it over
+        self._turns = Turns(self._begin_at_once)
         self._link: Link | None = None
         self._undropped: list[Link] = []  # closed, but their import could not be dropped
         self._admits = True  # false while our own KV cache is released: no link may come up
         self._stops = 0  # a link that was asked for before the last one is of no use: it was examined for weights of then
+        self._spoilt = False  # this thread found the link to be of no use, and drops it when no read over it is on its way
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"torpor-kv-pull {target.engine_id}", daemon=True)
         self._thread.start()
@@ -79,35 +65,27 @@ class Puller:
     @property
     def busy(self) -> bool:
         with self._lock:
-            return bool(self._queue or self._aside) or self._running is not None
+            return self._turns.busy
 
     def submit(self, load: Load) -> None:
         with self._lock:
             refused = self._closed or not self._admits
             if not refused:
-                if not self._begin_at_once(load):
-                    self._queue.append(load)
+                self._turns.add(load)
                 self._ring()
         if refused:
             self._end(load, LoadState.FAILED, "this engine releases its KV cache")
 
-    def _begin_at_once(self, load: Load) -> bool:
-        """With the lock. Where nothing else is read, the read begins on the caller's thread: the device copies while this
-        puller's thread wakes, for which it may have to wait until the engine's lets go of the interpreter."""
+    def _begin_at_once(self, load: Load) -> Link | None:
+        """With the lock, on the engine's thread or this puller's."""
         link = self.link
-        if self._running is not None or self._queue or link is None or link.epoch != load.epoch or load.only_tells:
-            return False
-        if not load.start() or not self._begin(link, load):
-            return False
-        now = time.monotonic()
-        self._running, self._begun = load, Turn(load, now, now, link)
-        return True
+        if link is None or link.epoch != load.epoch or load.only_tells or not load.start() or not self._begin(link, load):
+            return None
+        return link
 
     def prepare(self) -> None:
-        """For the engine's thread, which has to look in now and then anyhow: work that the load under way will need."""
-        running = self._running
-        if running is not None:
-            running.prepare()
+        """For the engine's thread, which has to look in now and then anyhow: work that the loads under way will need."""
+        self._turns.prepare()
 
     def cancel(self, request_id: str) -> None:
         """Ends the load of that request, if there is one. Blocks while a write of it is under way, which is milliseconds."""
@@ -126,8 +104,7 @@ class Puller:
         for load in self._pending():
             self._end(load, LoadState.FAILED, "this engine releases its KV cache")
         with self._lock:
-            self._queue.clear()
-            self._aside.clear()
+            self._turns.take_waiting()
 
     def release(self, timeout_s: float) -> bool:
         """``stop``, and the import is dropped. False when a read did not end in time, or the driver refused."""
@@ -148,8 +125,7 @@ class Puller:
 
     def _pending(self) -> list[Load]:
         with self._lock:
-            running = [self._running] if self._running is not None else []
-            return [*running, *self._queue, *(turn.load for turn in self._aside)]
+            return self._turns.pending()
 
     def _run(self) -> None:
         while (turn := self._next()) is not None:
@@ -158,33 +134,25 @@ class Puller:
                 done = self._work_on(turn.load, turn.begun, last=time.monotonic() - turn.first >= GRACE_S)
             finally:
                 with self._lock:
-                    self._running = None
-                    self.idle_since = now = time.monotonic()
-                    if not done and self._admits:
-                        self._aside.append(Turn(turn.load, now + GRACE_LOOK_S, turn.first))
+                    self.idle_since = time.monotonic()
+                    self._turns.over(again=not done and self._admits)
+                    drops = self._spoilt and not self._turns.on_their_way
+                if drops:
+                    self._drop_link()
                 del turn  # a prompt of 32768 tokens takes 0.3 ms to free: not when the next load comes
 
     def _next(self) -> Turn | None:
         """Waits for the next turn. None: closed."""
         while True:
             with self._lock:
-                if self._begun is not None:
-                    turn, self._begun = self._begun, None
+                if (turn := self._turns.next()) is not None:
                     return turn
                 if self._closed:
                     return None
-                now = time.monotonic()
-                soonest = min(self._aside, key=lambda turn: turn.at, default=None)
-                if soonest is not None and soonest.at <= now:
-                    self._aside.remove(soonest)
-                    self._running = soonest.load
-                    return soonest
-                if self._queue:
-                    self._running = self._queue.popleft()
-                    return Turn(self._running, now, now)
+                next_in_s = self._turns.next_in_s()
                 self._waiting = True
             with contextlib.suppress(Empty):
-                self._bell.get(timeout=None if soonest is None else soonest.at - now)
+                self._bell.get(timeout=next_in_s)
 
     def _ring(self) -> None:
         """With the lock. Once for every wait: what comes while the thread works is seen without."""
@@ -206,15 +174,21 @@ class Puller:
                 self._read_over(link, load)
             except (StaleEpochError, TransportError):
                 # The import is of no use any more, or the way to the peer is broken: the next load gets a new one.
-                self._drop_link()
+                self._spoil(link)
                 raise
         except TorporError as error:
             self._end(load, LoadState.FAILED, f"{type(error).__name__}: {error}")
         except Exception as error:  # a transport's surprise ends one load, not the thread that serves all others
             logger.exception("reading the KV of request %s", load.request_id)
-            self._drop_link()
+            self._spoil(self._link)
             self._end(load, LoadState.FAILED, f"{type(error).__name__}: {error}")
         return True
+
+    def _spoil(self, link: Link | None) -> None:
+        """No read begins over it any more."""
+        self._spoilt = True
+        if link is not None:
+            link.stop()
 
     def _read_over(self, link: Link, load: Load) -> None:
         try:
@@ -271,17 +245,15 @@ class Puller:
 
     def _fail_queued(self, reason: str) -> None:
         with self._lock:
-            queued = [*self._queue, *(turn.load for turn in self._aside)]
-            self._queue.clear()
-            self._aside.clear()
-        for load in queued:
+            waiting = self._turns.take_waiting()
+        for load in waiting:
             self._end(load, LoadState.FAILED, reason)
 
     def _drop_link(self, timeout_s: float = JOIN_S) -> bool:
         """False when an import is left; it is tried again by the next call."""
         with self._lock:
             links = [*self._undropped, *([self._link] if self._link is not None else [])]
-            self._link, self._undropped = None, []
+            self._link, self._undropped, self._spoilt = None, [], False
         left = [link for link in links if not link.close(timeout_s)]
         with self._lock:
             self._undropped += left

@@ -70,7 +70,8 @@ class Reading(Protocol):
 
 
 class RemoteMemory(abc.ABC):
-    """A peer's KV cache of one epoch, as far as we can reach it. Used by one thread at a time."""
+    """A peer's KV cache of one epoch, as far as we can reach it. Used by one thread at a time, but for ``begin`` and ``look``,
+    which may be called beside a read that has begun, and never beside ``close``."""
 
     @property
     def begins(self) -> bool:
