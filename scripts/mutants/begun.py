@@ -96,10 +96,10 @@ MUTANTS = (
     Mutant(
         "begun-one-after-the-other",
         TURNS,
-        "ON_THEIR_WAY = 2\n",
-        "ON_THEIR_WAY = 1\n",
+        "    def _begin_queued(self) -> None:\n",
+        "    def _begin_queued(self) -> None:\n        if self._running is not None or self._begun:\n            return\n",
         "the device idles while the bytes of a load are checked and told of",
-        BEGUN_TESTS + "test_the_next_read_begins_before_the_one_before_it_has_ended",
+        BEGUN_TESTS + "test_the_next_reads_begin_before_the_one_before_them_has_ended",
     ),
     Mutant(
         "begun-only-when-it-is-asked-for",

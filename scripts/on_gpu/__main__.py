@@ -91,6 +91,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def log_of(part: Part, logs: Path) -> Path:
+    return logs / f"{part.name.replace(':', '-').replace('/', '-')}.log"
+
+
 def say(began: float, text: str) -> None:
     print(f"gpu: [{time.monotonic() - began:3.0f} s] {text}", flush=True)
 
@@ -170,7 +174,7 @@ class Run:
 
     def one(self, start: Start) -> Result:
         """Runs it and waits for its end. What it prints is in its log."""
-        part, log = start.part, self._logs / f"{start.part.name.replace(':', '-')}.log"
+        part, log = start.part, log_of(start.part, self._logs)
         began, when = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         environment = {**self._place.environment, **part.environment, **self._place.shows(start.gpus)}
         with log.open("wb") as file, tempfile.TemporaryDirectory(prefix="torpor-gpu-") as empty:
@@ -191,7 +195,7 @@ class Run:
         words = result.failure or f"ended well: {result.says}"
         say(self._began, f"{result.part.name} {words} ({result.seconds:.0f} s)")
         if result.failure:
-            log = self._logs / f"{result.part.name.replace(':', '-')}.log"
+            log = log_of(result.part, self._logs)
             print(f"----- the end of {log}\n{tail(log)}\n-----", flush=True)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

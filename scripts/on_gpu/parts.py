@@ -37,6 +37,11 @@ class Part:
     patience: float = 1.0
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What it is chosen by: ``tests``, ``tests:conformance``, ``tests:conformance/1``."""
+        return self.name.partition(":")[0], self.name.partition("/")[0], self.name
+
+    @property
     def limit_s(self) -> float:
         return self.patience * (2 * self.takes_s + 15)
 
@@ -55,15 +60,15 @@ QUICK_SHARE = 0.5  # of a benchmark that QUICK_S does not name
 ALONE = "alone"
 """Marks tests of SHARED_TESTS that need what is free on the GPU to themselves; they are a part of their own."""
 SHARED_TESTS_S = {
-    "conformance": 125,
-    "engine": 75,
-    "attention": 78,
-    "connectors": 70,
-    "connectors_sleep": 22,
-    "connectors_late": 20,
+    "attention": 80,
+    "engine": 76,
+    "connectors": 74,
     "memory_faults": 66,
-    "shared_images": 48,
-    "memory": 22,
+    "conformance": 135,
+    "shared_images": 58,
+    "connectors_sleep": 24,
+    "connectors_late": 20,
+    "memory": 26,
     "torch_processes": 22,
     "torch_pool": 12,
     "torch_graphs": 10,
@@ -72,11 +77,13 @@ OTHER_TESTS_S = {
     "lmcache": 120,
     "demo": 60,
     "connectors_bytes": 27,
-    "kit": 15,
+    "kit": 18,
     "memory_neighbours": 11,
     "imports": 10,
 }
 ALL_SLOW_TESTS = {"demo"}  # what it tests is a part by itself
+SHARDS = {"conformance": 2}
+"""Files whose tests are shared among so many processes: one by itself would run when all others have ended."""
 ALONE_S, TWO_GPUS_S = 28, 26
 PATIENT_MINUTES = 9.0  # with more of them, every part may take longer in proportion
 TEST_THREADS = {"OMP_NUM_THREADS": "2"}  # figures are measured beside them
@@ -132,11 +139,31 @@ def test_parts(slow: bool, gpus: int) -> list[Part]:
         return _tests(name, marks, [files[one].relative_to(ROOT).as_posix() for one in sorted(of)], takes_s, use)
 
     parts = [
-        *(tests(name, f"{marks} and not {ALONE}", [name], SHARED_TESTS_S[name], Use.SHARED) for name in shared),
+        *(
+            shard
+            for name in shared
+            for shard in shards(tests(name, f"{marks} and not {ALONE}", [name], SHARED_TESTS_S[name], Use.SHARED), name)
+        ),
         tests(ALONE, f"{marks} and {ALONE}", shared, ALONE_S, Use.ALONE),
         *(tests(name, marks, [name], OTHER_TESTS_S.get(name, OTHER_S), Use.ALONE) for name in others),
     ]
     return [*parts, *([tests("two-gpus", pairs, names, TWO_GPUS_S, Use.WHOLE)] if gpus > 1 else [])]
+
+
+def shards(part: Part, name: str) -> list[Part]:
+    """``part``, or several for parts of its tests."""
+    count = SHARDS.get(name, 1)
+    if count == 1:
+        return [part]
+    return [
+        replace(
+            part,
+            name=f"{part.name}/{number}",
+            takes_s=part.takes_s / count,
+            environment={**part.environment, "TESTS_SHARD": f"{number}/{count}"},
+        )
+        for number in range(1, count + 1)
+    ]
 
 
 def _tests(name: str, marks: str, files: Sequence[str], takes_s: float, use: Use) -> Part:
@@ -156,12 +183,10 @@ def chosen(parts: Sequence[Part], only: str) -> list[Part]:
     ``tests`` are all of ``tests:...``.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = {name: None for part in parts for name in (part.name.partition(":")[0], part.name)}
+    known = {name: None for part in parts for name in part.names}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"scripts/gpu: no part is called {', '.join(unknown)}; there are {', '.join(known)}")
-    return [
-        part for part in parts if ({part.name, part.name.partition(":")[0]} & {*names} if names else part.name not in ON_REQUEST)
-    ]
+    return [part for part in parts if ({*part.names} & {*names} if names else part.name not in ON_REQUEST)]
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -36,6 +36,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.gpu)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``TESTS_SHARD=2/3``: the second of three processes that share the tests, each with every third."""
+    number, _, count = os.environ.get("TESTS_SHARD", "1/1").partition("/")
+    kept = items[int(number) - 1 :: int(count)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # the real one: nothing is captured yet
 

@@ -15,6 +15,7 @@ from connector_pairs import WAIT_S, A, B, Background, Pairs
 
 from torpor.connectors import ipc
 from torpor.connectors.puller import JOIN_S
+from torpor.connectors.turns import ON_THEIR_WAY
 from torpor.errors import DeviceError, HookError, TransportError
 from torpor.testing.kv_engine import SMALL_SPEC, KVEngine
 
@@ -147,66 +148,72 @@ def test_the_lease_s_word_is_computed_by_whoever_waits_for_the_copy(met: tuple[K
     assert d.wait("q") == "recving"
 
 
-def three_at_once(p: KVEngine, d: KVEngine) -> None:
-    """Asked for in one step; their blocks are all different."""
-    d.begin_load("q1", A[:4], p.prefill("r1", A[:4], [1]), [4])
-    d.begin_load("q2", B[:4], p.prefill("r2", B[:4], [2]), [5])
-    d.begin_load("q3", A[4:8], p.prefill("r3", A[4:8], [3]), [6])
+NAMES = [str(number) for number in range(ON_THEIR_WAY + 1)]
+"""Of loads that are asked for in one step, of a block each; one more than may be on their way."""
 
 
-def have_come(d: KVEngine) -> list[bool]:
-    return [d.has(A[:4], [4]), d.has(B[:4], [5]), d.has(A[4:8], [6])]
+def prompt_of(name: str) -> list[int]:
+    return list(range(1000 * int(name), 1000 * int(name) + SMALL_SPEC.block_size))
 
 
-def test_the_next_read_begins_before_the_one_before_it_has_ended(met: tuple[KVEngine, KVEngine, Sky]) -> None:
+def all_at_once(p: KVEngine, d: KVEngine) -> None:
+    for name in NAMES:
+        d.begin_load(name, prompt_of(name), p.prefill(f"r{name}", prompt_of(name), [int(name)]), [int(name) + 1])
+
+
+def have_come(d: KVEngine) -> list[str]:
+    return [name for name in NAMES if d.has(prompt_of(name), [int(name) + 1])]
+
+
+def test_the_next_reads_begin_before_the_one_before_them_has_ended(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
-    three_at_once(p, d)
+    all_at_once(p, d)
     assert sky.waited_for.wait(WAIT_S)
-    assert sky.begun_by == ["engine", "engine"], "two are on their way at most"
+    assert sky.begun_by == ["engine"] * ON_THEIR_WAY
     sky.clear.set()
-    assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving"] * 3
-    assert have_come(d) == [True] * 3
-    assert [p.wait(name) for name in ("r1", "r2", "r3")] == ["sending"] * 3
+    assert [d.wait(name) for name in NAMES] == ["recving"] * len(NAMES)
+    assert have_come(d) == NAMES
+    assert [p.wait(f"r{name}") for name in NAMES] == ["sending"] * len(NAMES)
 
 
 def test_the_puller_begins_what_waits_before_it_waits_itself(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
-    three_at_once(p, d)
+    all_at_once(p, d)
     assert sky.waited_for.wait(WAIT_S)
     sky.waited_for.clear()
     sky.land_one()
-    assert d.wait("q1") == "recving"
+    assert d.wait(NAMES[0]) == "recving"
     assert sky.waited_for.wait(WAIT_S)
-    assert sky.begun_by == ["engine", "engine", "puller"], "the third, while the second is in the air"
-    assert have_come(d) == [True, False, False]
+    assert sky.begun_by == ["engine"] * ON_THEIR_WAY + ["puller"], "the last, while the second is in the air"
+    assert have_come(d) == NAMES[:1]
     sky.clear.set()
-    assert (d.wait("q2"), d.wait("q3")) == ("recving", "recving")
+    assert [d.wait(name) for name in NAMES[1:]] == ["recving"] * ON_THEIR_WAY
 
 
 def test_nothing_begins_beside_a_load_whose_link_is_not_up(tmp_path: Path) -> None:
     with contextlib.closing(Pairs("ipc", tmp_path)) as pairs:
         p, d = pairs.pair()
         sky = Sky(d)
-        three_at_once(p, d)
-        assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving"] * 3
-        assert have_come(d) == [True] * 3
+        all_at_once(p, d)
+        assert [d.wait(name) for name in NAMES] == ["recving"] * len(NAMES)
+        assert have_come(d) == NAMES
         assert set(sky.begun_by) == {"puller"}
 
 
 def test_p2_an_owner_s_sleep_waits_for_all_that_is_on_its_way(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
-    three_at_once(p, d)
+    all_at_once(p, d)
     slept = Background(p.sleep)
     assert not slept.ended_within(0.2)
-    sky.land_one()
-    assert not slept.ended_within(0.2), "the second is still copied out of that memory"
+    for _ in NAMES[: ON_THEIR_WAY - 1]:
+        sky.land_one()
+    assert not slept.ended_within(0.2), "one is still copied out of that memory"
     sky.clear.set()
     assert slept.result().held_bytes == 0
-    ended = [d.wait(name) for name in ("q1", "q2", "q3")]
-    assert ended[1:] == ["failed", "failed"], "the lease had gone when their bytes were looked at"
+    assert [d.wait(name) for name in NAMES][1:] == ["failed"] * ON_THEIR_WAY, "the lease had gone when their bytes were looked at"
     p.wake()
     assert d.load("q", B, p.prefill("r", B, THERE), HERE) == "recving"
 
@@ -215,17 +222,17 @@ def test_p5_the_link_is_dropped_when_the_last_read_over_it_has_ended(met: tuple[
     p, d, sky = met
     link = puller_of(d).link
     sky.clear.clear()
-    three_at_once(p, d)
+    all_at_once(p, d)
     assert sky.waited_for.wait(WAIT_S)
     sky.land_one(TransportError("the way is broken", transport="ipc"))
-    assert d.wait("q1") == "failed"
+    assert d.wait(NAMES[0]) == "failed"
     assert not link.alive, "no read begins over it"
     began = time.monotonic()
     sky.clear.set()
-    ended = [d.wait("q2"), d.wait("q3")]
+    ended = [d.wait(name) for name in NAMES[1:]]
     assert time.monotonic() - began < JOIN_S, "nobody waited for a read that only this thread could end"
-    assert ended == ["recving", "recving"], "the one was on its way and is right, the other came over a new link"
-    assert have_come(d)[1:] == [True, True]
+    assert ended == ["recving"] * ON_THEIR_WAY, "those on their way are right, the other came over a new link"
+    assert have_come(d) == NAMES[1:]
     idle(d)
     assert puller_of(d).link is not link
     assert p.sleep().held_bytes == 0
@@ -234,12 +241,12 @@ def test_p5_the_link_is_dropped_when_the_last_read_over_it_has_ended(met: tuple[
 def test_p5_a_cancel_waits_for_a_read_whose_turn_has_not_come(met: tuple[KVEngine, KVEngine, Sky]) -> None:
     p, d, sky = met
     sky.clear.clear()
-    three_at_once(p, d)
-    cancelled = Background(lambda: d.cancel("q2"))
+    all_at_once(p, d)
+    cancelled = Background(lambda: d.cancel(NAMES[1]))
     assert not cancelled.ended_within(0.2), "its blocks are being written to"
     sky.clear.set()
     cancelled.result()
-    assert [d.wait(name) for name in ("q1", "q2", "q3")] == ["recving", "failed", "recving"]
+    assert [d.wait(name) for name in NAMES] == ["recving", "failed", *["recving"] * (ON_THEIR_WAY - 1)]
 
 
 def test_a_hand_off_that_has_not_come_is_awaited_by_the_puller(

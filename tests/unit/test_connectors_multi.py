@@ -280,8 +280,10 @@ class TestTransfers:
         with held_read(d) as gate:
             d.begin_load("q", A, params, [0, 7, 2])
             assert gate.reached.wait(WAIT_S)
-            d.cancel("q")
+            cancelling = Background(lambda: d.cancel("q"))
+            assert not cancelling.ended_within(0.1), "its blocks may be written to"
             gate.open()
+            cancelling.result()
         assert d.wait("q") == "failed"
         assert [part.loads_done for part in d.worker.stats().children] == [0, 0]
 

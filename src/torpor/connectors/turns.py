@@ -12,8 +12,9 @@ from torpor.connectors.link import Link
 from torpor.connectors.loads import Load
 
 GRACE_LOOK_S = 0.005
-ON_THEIR_WAY = 2
-"""Reads begun and not ended: the device copies for one while the bytes of the one before are checked and told of."""
+ON_THEIR_WAY = 4
+"""Reads begun and not ended: the device copies for the next while the bytes of one are checked and told of, and while the
+engine's thread, which asks for several in one step, has the interpreter to itself. A withdrawal waits for all of them."""
 
 
 class Turn(msgspec.Struct, frozen=True):
