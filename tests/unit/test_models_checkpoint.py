@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from torpor.errors import ModelError
-from torpor.models.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from torpor.models.checkpoint import Checkpoint, open_checkpoint
+from torpor.models.checkpoint_files import INDEX_NAME
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -1,19 +1,15 @@
-"""Safetensors files: what is in them, their content's identity, and reading tensors straight into memory that is already there.
+"""A folder's safetensors files: what is in them, and reading tensors straight into memory that is already there.
 
-Headers are checked against the file before anything is read, and reads are plain preads: a damaged or truncated file is a
-ModelError that names it, never a fault on a mapped page.
+Reads are plain preads: a damaged or truncated file is a ModelError that names it, never a fault on a mapped page.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
-import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,41 +19,23 @@ import torch
 
 from torpor.errors import ModelError
 from torpor.memory.segment import ALIGN_BYTES
+from torpor.models.checkpoint_files import (
+    CHUNK_BYTES,
+    MAX_READERS,
+    TensorEntry,
+    find_files,
+    hash_files,
+    open_file,
+    read_header,
+    sign_files,
+)
 from torpor.models.device_reads import DeviceRead, read_to_device
 from torpor.models.file_errors import naming
 from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.hardware import usable_cores
 
-INDEX_NAME = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_MAX_NAME = 255  # of a file
-_MAX_DIMS = 16
 _SMALL = 1 << 20  # parameters
-_CHUNK_BYTES = 16 << 20
 _PART_BYTES = 32 << 20  # of one tensor, read by one thread
-_MAX_READERS = 8
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    file: Path
-    offset: int  # from the start of the file
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +74,11 @@ class Checkpoint:
         if one.shape != other.shape:
             return False
         total = math.prod(one.shape)
-        step = _CHUNK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+        step = CHUNK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
         with contextlib.ExitStack() as stack:
             files = []
             for entry in (one, other):
-                files.append(_open(entry.file))
+                files.append(open_file(entry.file))
                 stack.callback(os.close, files[-1])
             for at in range(0, total, step):
                 count = min(step, total - at)
@@ -114,7 +92,7 @@ class Checkpoint:
         addresses. ModelError when a file falls short."""
         for name, target in targets.items():
             _check_shape(self.entries[name], target)
-        descriptors = {file: _open(file) for file in self.files}
+        descriptors = {file: open_file(file) for file in self.files}
         try:
             on_gpu = {name: target for name, target in targets.items() if target.is_cuda and target.is_contiguous()}
             for name in on_gpu:
@@ -128,7 +106,7 @@ class Checkpoint:
                 os.close(descriptor)
 
     def _read_on_host(self, targets: Mapping[str, torch.Tensor], descriptors: Mapping[Path, int], steps: FillSteps) -> None:
-        with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
+        with ThreadPoolExecutor(min(MAX_READERS, usable_cores())) as pool:
             jobs = []
             for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
                 entry = self.entries[name]
@@ -147,10 +125,10 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads and checks the headers only. ModelError names the file and what is wrong with it."""
     with naming(folder):
-        files = _find_files(folder)
+        files = find_files(folder)
     entries: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name in entries:
                 raise ModelError(f"{file}: tensor {name!r} is also in {entries[name].file.name}", path=str(file))
             entries[name] = entry
@@ -166,126 +144,6 @@ def check_size(model: Any, num_stored: int, path: Path) -> None:
             f"{path}: the configuration describes a model of {parameters} parameters, the weights are {num_stored}",
             path=str(path),
         )
-
-
-def sign_files(files: Iterable[Path]) -> tuple[tuple[int, int, int], ...]:
-    try:
-        return tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in files))
-    except OSError as error:
-        raise ModelError(f"{error.filename}: {error.strerror}", path=str(error.filename)) from error
-
-
-def hash_files(files: Iterable[Path]) -> str:
-    """32 hex digits over the content of ``files`` in order; chunks are hashed in parallel, then their hashes."""
-    total = hashlib.sha256()
-    with ThreadPoolExecutor(min(_MAX_READERS, usable_cores())) as pool:
-        for file in files:
-            descriptor = _open(file)
-            try:
-                size = os.fstat(descriptor).st_size
-                total.update(struct.pack("<Q", size))
-                offsets = range(0, size, _CHUNK_BYTES)
-                with naming(file):
-                    for part in pool.map(lambda offset, fd=descriptor: _hash_chunk(fd, offset), offsets):
-                        total.update(part)
-            finally:
-                os.close(descriptor)
-    return total.hexdigest()[:32]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or ModelError naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}", path=str(path)) from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}", path=str(path))
-    return data
-
-
-def _find_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / INDEX_NAME
-    if index.exists():
-        return _indexed_files(folder, index)
-    single = folder / "model.safetensors"
-    if single.exists():
-        return (single,)
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
-    hint = f"; it has {', '.join(others[:5])}" if others else ""
-    raise ModelError(
-        f"{folder}: no model.safetensors and no {INDEX_NAME}{hint}. Weights are read from safetensors only "
-        "(load_format='random' needs none)",
-        path=str(folder),
-    )
-
-
-def _indexed_files(folder: Path, index: Path) -> tuple[Path, ...]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: has no weight_map", path=str(index))
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if not name or len(name) > _MAX_NAME or Path(name).name != name:
-            raise ModelError(f"{index}: names the file {name[:_MAX_NAME]!r}, which is not in its own folder", path=str(index))
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder / name}: missing; {INDEX_NAME} names it", path=str(folder / name))
-    return tuple(folder / name for name in names)
-
-
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    try:
-        return _parse_header(file)
-    except OSError as error:
-        raise ModelError(f"{file}: {error.strerror}", path=str(file)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file}: damaged safetensors header: {error}", path=str(file)) from error
-
-
-def _parse_header(file: Path) -> dict[str, TensorEntry]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file}: not a safetensors file, or truncated within its header ({size} bytes)", path=str(file))
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    entries = {name: _parse_entry(file, 8 + length, name, raw) for name, raw in header.items()}
-    end = 8 + length
-    for entry in sorted(entries.values(), key=lambda e: e.offset):
-        if entry.offset != end:
-            raise ValueError(f"data at {entry.offset} overlaps or leaves a hole after {end}")
-        end += entry.nbytes
-    if end != size:
-        state = "truncated" if size < end else "longer than its header says"
-        raise ModelError(f"{file}: {state}: the header describes {end} bytes, the file has {size}", path=str(file))
-    return entries
-
-
-def _parse_entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorEntry:
-    dtype = _DTYPES.get(raw["dtype"])
-    if dtype is None:
-        raise ModelError(f"{file}: tensor {name!r} has dtype {raw['dtype']}, which is not supported", path=str(file))
-    shape, offsets = raw["shape"], raw["data_offsets"]
-    if len(shape) > _MAX_DIMS or len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *offsets)):
-        raise ValueError(f"tensor {name!r} has a shape or offsets that are not numbers of a file")
-    shape, (begin, end) = tuple(shape), offsets
-    nbytes = math.prod(shape) * dtype.itemsize
-    if end - begin != nbytes:
-        raise ValueError(f"tensor {name!r} of shape {list(shape)} does not take bytes {begin} to {end}")
-    return TensorEntry(file, base + begin, nbytes, dtype, shape)
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ModelError(f"{file}: {error.strerror}", path=str(file)) from error
-
-
-def _hash_chunk(descriptor: int, offset: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, offset)).digest()
 
 
 def _read_values(descriptor: int, entry: TensorEntry, start: int, count: int) -> torch.Tensor:

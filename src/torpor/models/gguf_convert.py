@@ -27,7 +27,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from torpor.errors import ModelError
-from torpor.models.checkpoint import check_size, hash_files, open_checkpoint, read_json
+from torpor.models.checkpoint import check_size, open_checkpoint
+from torpor.models.checkpoint_files import hash_files, read_json
 from torpor.models.gguf_header import GgufSummary, check_gguf
 from torpor.models.quiet import quiet_transformers
 

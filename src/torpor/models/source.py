@@ -16,7 +16,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from torpor.errors import ConfigurationError, ModelError
-from torpor.models.checkpoint import Checkpoint, open_checkpoint, read_json
+from torpor.models.checkpoint import Checkpoint, open_checkpoint
+from torpor.models.checkpoint_files import read_json
 from torpor.models.config import ModelConfig
 from torpor.models.gguf_convert import Progress, convert_gguf
 

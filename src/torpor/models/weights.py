@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from torpor.errors import ModelError
-from torpor.models.checkpoint import Checkpoint, hash_files, sign_files
+from torpor.models.checkpoint import Checkpoint
+from torpor.models.checkpoint_files import hash_files, sign_files
 from torpor.models.fill_steps import NO_STEPS, FillSteps
 from torpor.models.quiet import quiet_transformers
 from torpor.models.source import ResolvedModel
