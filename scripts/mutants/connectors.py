@@ -190,6 +190,14 @@ MUTANTS = (
         PULLER_TESTS + "test_whoever_waits_behind_a_peer_that_cannot_be_reached_hears_it_too",
     ),
     Mutant(
+        "door-with-a-full-queue-refuses-at-once",
+        DOORS,
+        "            if time.monotonic() >= deadline:\n",
+        "            if deadline:\n",
+        "whoever knocks a thousand times keeps every reader out",
+        HANDSHAKE_TESTS + "TestUnixDoor::test_a_queue_that_is_full_is_waited_for",
+    ),
+    Mutant(
         "door-uid-check-removed",
         DOORS,
         "if credentials.uid != os.geteuid():",

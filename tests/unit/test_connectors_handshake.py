@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from connector_pairs import WAIT_S, Background
 
 from torpor.connectors import auth, wire
 from torpor.connectors.channel import Channel
@@ -33,6 +34,20 @@ from torpor.errors import ConfigurationError, HandshakeError, PeerError, TorporE
 from torpor.testing.kv_engine import SMALL_SPEC
 
 SECRET = b"a secret of thirty-two bytes ...."
+
+
+def knock_until_full(path: Path) -> list[socket.socket]:
+    """Connections that nobody has taken, as many as the listener's queue holds."""
+    knocking = []
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:
+            sock.close()
+            return knocking
+        knocking.append(sock)
 
 
 @pytest.fixture
@@ -256,6 +271,24 @@ class TestUnixDoor:
     def test_nobody_there_is_a_peer_error(self, path: Path) -> None:
         with pytest.raises(PeerError, match="socket_dir"):
             dial_unix(path, "engine 'P'", 1.0)
+
+    def test_a_queue_that_is_full_is_waited_for(self, path: Path) -> None:
+        door, knocking = UnixDoor(path), knock_until_full(path)
+        waiting = Background(lambda: dial_unix(path, "engine 'P'", WAIT_S))
+        assert not waiting.ended_within(0.1)
+        taken = [door.accept(1.0) for _ in knocking]  # somebody takes them after all
+        waiting.result().close()
+        for sock in [*knocking, *(came[0] for came in taken if came is not None)]:
+            sock.close()
+        door.close()
+
+    def test_a_queue_that_stays_full_is_a_peer_error(self, path: Path) -> None:
+        door, knocking = UnixDoor(path), knock_until_full(path)
+        with pytest.raises(PeerError, match=r"engine 'P' has not taken a connection within 0.05 s \(connect_timeout_s\)"):
+            dial_unix(path, "engine 'P'", 0.05)
+        for sock in knocking:
+            sock.close()
+        door.close()
 
     def test_a_folder_others_can_enter_is_refused(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)

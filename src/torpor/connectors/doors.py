@@ -20,6 +20,7 @@ from typing import Protocol
 from torpor.errors import ConfigurationError, HandshakeError, PeerError, TransportError
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less the closing zero
+FULL_NAP_S = 0.005
 STALE_AFTER_S = 60.0  # a younger socket may be one that is bound and does not listen yet
 _UCRED = struct.Struct("3i")
 
@@ -179,17 +180,33 @@ def dial_unix(path: Path, who: str, timeout_s: float, *, check: Callable[[Creden
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
-        sock.connect(os.fspath(path))
+        _connect_unix(sock, path, who, timeout_s)
         check(peer_credentials(sock))
     except OSError as error:
         sock.close()
         raise PeerError(
             f"{who} is not at {path}: {error.strerror or error} (is it up, and is its socket_dir ours?)", peer=who
         ) from error
-    except HandshakeError:
+    except PeerError:  # a HandshakeError too
         sock.close()
         raise
     return sock
+
+
+def _connect_unix(sock: socket.socket, path: Path, who: str, timeout_s: float) -> None:
+    """OSError, PeerError. Where the listener's queue is full, a Unix socket with a time limit is refused at once (EAGAIN) and not
+    when the limit has passed: whoever knocks a thousand times would keep everybody out."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return sock.connect(os.fspath(path))
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise PeerError(
+                    f"{who} has not taken a connection within {timeout_s:g} s (connect_timeout_s): too many wait at {path}",
+                    peer=who,
+                ) from error
+            time.sleep(FULL_NAP_S)
 
 
 def dial_tcp(host: str, port: int, who: str, timeout_s: float) -> socket.socket:
