@@ -75,14 +75,14 @@ class Sky:
                     raise crash
                 return
 
-    def _begin(self, *piece: Any, limits: tuple[int, int]) -> Any:
+    def _begin(self, *piece: Any, **limits: tuple[int, int]) -> Any:
         if self.refuses is not None:
             refuses, self.refuses = self.refuses, None
             raise refuses
         if self.at_once:
-            return self._plain(*piece, limits=limits)
+            return self._plain(*piece, **limits)
         self.begun_by.append("engine" if threading.current_thread() is threading.main_thread() else "puller")
-        return Flight(self, lambda: self._plain(*piece, limits=limits).close())
+        return Flight(self, lambda: self._plain(*piece, **limits).close())
 
 
 @contextlib.contextmanager
@@ -286,7 +286,7 @@ def test_p5_blocks_outside_the_cache_are_not_begun(met: tuple[KVEngine, KVEngine
     before = [d.block(block) for block in HERE]
     for ids in ([1, 2, SMALL_SPEC.num_blocks], [1, 2, 1 << 30]):
         assert d.load(f"q{ids[2]}", A, {**params, "remote_block_ids": ids}, HERE) == "failed"
-    assert [d.block(block) for block in HERE] == before
+        assert [d.block(block) for block in HERE] == before
 
 
 def test_p3_a_lease_that_expires_while_the_device_copies_yields_nothing(tmp_path: Path) -> None:
