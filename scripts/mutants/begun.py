@@ -9,6 +9,7 @@ LINK = "src/torpor/connectors/link.py"
 PULLER = "src/torpor/connectors/puller.py"
 TURNS = "src/torpor/connectors/turns.py"
 BEGUN_TESTS = "tests/unit/test_connectors_begun.py::"
+TURNS_TESTS = "tests/unit/test_connectors_turns.py::"
 
 MUTANTS = (
     Mutant(
@@ -125,6 +126,31 @@ MUTANTS = (
         "else [])\n",
         "a request's blocks are given away while the device copies into them",
         BEGUN_TESTS + "test_p5_a_cancel_waits_for_a_read_whose_turn_has_not_come",
+    ),
+    Mutant(
+        "p5-whoever-hears-of-an-end-stops-the-thread",
+        PULLER,
+        "        except Exception:  # it is theirs",
+        "        except TorporError:  # it is theirs",
+        "reads that are on their way never end, and whoever cancels one waits for ever",
+        TURNS_TESTS + "test_p5_whoever_cannot_be_told_of_an_end_does_not_stop_the_others",
+    ),
+    Mutant(
+        "p5-a-surprise-about-a-cancelled-load-stops-the-thread",
+        PULLER,
+        "        try:\n            if begun is None and not load.start():\n"
+        "                return self._tell_ended(load) or last\n",
+        "        if begun is None and not load.start():\n            return self._tell_ended(load) or last\n        try:\n",
+        "reads that are on their way never end, and whoever cancels one waits for ever",
+        TURNS_TESTS + "test_p5_a_surprise_of_the_transport_about_a_cancelled_load_ends_nothing_else",
+    ),
+    Mutant(
+        "p2-a-surprise-while-an-import-is-dropped",
+        LINK,
+        '        except Exception:\n            logger.exception("dropping',
+        '        except PeerError:\n            logger.exception("dropping',
+        "the owner is never told, and its sleep waits for the connection's end in vain",
+        TURNS_TESTS + "test_p2_a_surprise_while_an_import_is_dropped_holds_up_no_sleep",
     ),
     Mutant(
         "p2-only-the-first-read-holds-the-import",

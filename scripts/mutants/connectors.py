@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "p2-acknowledged-before-the-read-has-ended",
         LINK,
-        "        with self._uses.alone():\n            dropped = self._remote.close()\n        if dropped:\n"
+        "        with self._uses.alone():\n            dropped = self._dropped()\n        if dropped:\n"
         "            self._channel.send(",
         "        dropped = True\n        if dropped:\n            self._channel.send(",
         "the owner unmaps what is being read",

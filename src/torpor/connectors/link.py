@@ -125,7 +125,7 @@ class Link:
         does. Idempotent."""
         self.stop()
         with self._uses.alone(timeout_s) as alone:
-            dropped = alone and self._remote.close()
+            dropped = alone and self._dropped()
         if not alone:
             self._channel.abort()
             return False
@@ -187,15 +187,23 @@ class Link:
         """The connection ends after the import: while it lives, the owner waits and does not have to guess."""
         for nap_s in (*DROP_NAPS_S, None):
             with self._uses.alone():
-                if self._remote.close() or nap_s is None:
+                if self._dropped() or nap_s is None:
                     return
             time.sleep(nap_s)
+
+    def _dropped(self) -> bool:
+        """By whoever is alone with it. A transport's surprise means that it may be left, not that nobody hears of it."""
+        try:
+            return self._remote.close()
+        except Exception:
+            logger.exception("dropping what we have of the memory of %s", self)
+            return False
 
     def _let_go(self) -> None:
         """The answer to a withdrawal: sent when nothing is in flight and nothing is held any more, or not at all."""
         self._stopping.set()
         with self._uses.alone():
-            dropped = self._remote.close()
+            dropped = self._dropped()
         if dropped:
             self._channel.send(wire.Withdrawn(epoch=str(self.epoch)))
         else:
