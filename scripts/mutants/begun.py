@@ -109,7 +109,7 @@ MUTANTS = (
         "            self._begun = tuple(rest)\n",
         "of a queue of loads, every second one waits for the device alone",
         BEGUN_TESTS + "test_the_puller_begins_what_waits_before_it_waits_itself",
-        also=(("        self._begin_queued()\n        now = ", "        now = "),),
+        also=(("        self._begin_queued()\n        if self._begun:\n", "        if self._begun:\n"),),
     ),
     Mutant(
         "p5-dropped-under-a-read-of-its-own",
@@ -151,6 +151,14 @@ MUTANTS = (
         '        except PeerError:\n            logger.exception("dropping',
         "the owner is never told, and its sleep waits for the connection's end in vain",
         TURNS_TESTS + "test_p2_a_surprise_while_an_import_is_dropped_holds_up_no_sleep",
+    ),
+    Mutant(
+        "who-was-put-aside-waits-until-nothing-is-on-its-way",
+        TURNS,
+        "        if soonest is not None and soonest.at <= time.monotonic():\n",
+        "        if soonest is not None and soonest.at <= time.monotonic() and not self._queue:\n",
+        "under load a hand-off that came a moment late is not read until its lease expires",
+        TURNS_TESTS + "test_who_was_put_aside_has_a_turn_however_many_are_behind",
     ),
     Mutant(
         "p2-only-the-first-read-holds-the-import",

@@ -17,7 +17,7 @@ from test_connectors_puller import Bench, raises
 from torpor.connectors import ipc, link, turns
 from torpor.connectors.ipc import IpcRemote
 from torpor.connectors.loads import LoadState
-from torpor.connectors.turns import Turns
+from torpor.connectors.turns import ON_THEIR_WAY, Turns
 from torpor.errors import TransportError
 from torpor.testing.kv_engine import KVEngine
 
@@ -88,6 +88,32 @@ class Line:
         assert turn is not None
         self._turns.over(again=turn.begun is None)
         return turn.load.request_id, turn.begun is not None
+
+
+def test_who_was_put_aside_has_a_turn_however_many_are_behind(clock: Clock) -> None:
+    line = Line()
+    line.early = {"early"}
+    line.add("early")
+    assert line.turn() == ("early", False)
+    line.add("a", "b")
+    clock.ahead_s += turns.GRACE_LOOK_S
+    seen = []
+    for number in range(2 * ON_THEIR_WAY):
+        line.add(str(number))
+        seen.append(line.turn())
+    assert seen[:4] == [("a", True), ("b", True), ("early", False), ("0", True)], "when those on their way have ended"
+
+
+def test_a_hand_off_that_comes_late_begins_beside_the_others(clock: Clock) -> None:
+    line = Line()
+    line.early = {"early"}
+    line.add("early")
+    assert line.turn() == ("early", False)
+    line.add("a")
+    line.early = set()
+    clock.ahead_s += turns.GRACE_LOOK_S
+    line.add("b")
+    assert [line.turn() for _ in range(3)] == [("a", True), ("early", True), ("b", True)]
 
 
 def test_p5_whoever_cannot_be_told_of_an_end_does_not_stop_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,16 +65,13 @@ class Turns:
     def next(self) -> Turn | None:
         """Whose turn it is, until ``over``; None: nobody's yet."""
         self._begin_queued()
-        now = time.monotonic()
         if self._begun:
             self._running, *rest = self._begun
             self._begun = tuple(rest)
             self._begin_queued()
-        elif (soonest := self._soonest()) is not None and soonest.at <= now:
-            self._aside.remove(soonest)
-            self._running = soonest
-        elif self._queue:
-            self._running = Turn(self._queue.popleft(), now, now)
+        elif (turn := self._first()) is not None:
+            self._take(turn)
+            self._running = turn
         return self._running
 
     def over(self, again: bool) -> None:
@@ -98,13 +95,32 @@ class Turns:
     def _soonest(self) -> Turn | None:
         return min(self._aside, key=lambda turn: turn.at, default=None)
 
+    def _first(self) -> Turn | None:
+        """Of those of which nothing is on its way. Who was put aside comes when it is time, however many are behind."""
+        soonest = self._soonest()
+        if soonest is not None and soonest.at <= time.monotonic():
+            return soonest
+        return _turn_of(self._queue[0]) if self._queue else None
+
+    def _take(self, turn: Turn) -> None:
+        """What ``_first`` has found."""
+        if self._queue and turn.load is self._queue[0]:
+            self._queue.popleft()
+        else:
+            self._aside.remove(turn)
+
     def _begin_queued(self) -> None:
-        """In their order, and only beside reads that have begun as well: others may still have to find their link."""
-        while self._queue and (self._running is None or self._running.begun is not None):
+        """In their order, and only beside reads that have begun as well: others may still have to find their link. So when the
+        first one cannot begin, none does until those on their way have ended and it has had its turn."""
+        while self._running is None or self._running.begun is not None:
             if len(self._begun) + (self._running is not None) >= ON_THEIR_WAY:
                 return
-            load = self._queue[0]
-            if (link := self._begin(load)) is None:
+            if (turn := self._first()) is None or (link := self._begin(turn.load)) is None:
                 return
-            now = time.monotonic()
-            self._begun = (*self._begun, Turn(self._queue.popleft(), now, now, link))
+            self._take(turn)
+            self._begun = (*self._begun, Turn(turn.load, turn.at, turn.first, link))
+
+
+def _turn_of(load: Load) -> Turn:
+    now = time.monotonic()
+    return Turn(load, now, now)
