@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "p5-a-release-forgets-what-waits-for-its-hand-off",
         TURNS,
-        "*self._queue, *(turn.load for turn in self._aside)]\n\n    def prepare",
-        "*self._queue]\n\n    def prepare",
+        "map(_turn_of, self._queue), *self._aside]\n\n    def prepare",
+        "map(_turn_of, self._queue)]\n\n    def prepare",
         "a load never ends, and its request hangs",
         PULLER_TESTS + "test_a_release_ends_what_waits_for_its_hand_off",
     ),

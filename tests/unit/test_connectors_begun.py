@@ -141,9 +141,9 @@ def test_the_lease_s_word_is_computed_by_whoever_waits_for_the_copy(met: tuple[K
     p, d, sky = met
     sky.clear.clear()
     d.begin_load("q", A, p.prefill("r", A, THERE), HERE)
-    (load,) = puller_of(d)._turns.pending()
+    (turn,) = puller_of(d)._turns.pending()
     assert sky.waited_for.wait(WAIT_S)
-    assert load._word is not None
+    assert turn.load._word is not None
     sky.clear.set()
     assert d.wait("q") == "recving"
 
@@ -341,6 +341,7 @@ def test_p5_a_cancelled_load_is_reported_when_the_device_has_stopped(
     p, d, sky = met
     sky.clear.clear()
     d.begin_load("q", B, p.prefill("r", B, THERE), HERE)
+    assert sky.waited_for.wait(WAIT_S), "its turn has come"
     cancelled = Background(lambda: d.cancel("q"))
     assert not cancelled.ended_within(0.2), "a copy is under way"
     sky.clear.set()

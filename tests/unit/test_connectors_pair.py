@@ -57,8 +57,8 @@ class TestReading:
             d.begin_load("q", A, params, [0, 7, 2])
             assert gate.reached.wait(WAIT_S)
             d.step()
-            ((load,),) = (p._turns.pending() for p in d.worker._reader._pullers.values())  # type: ignore[attr-defined]
-            assert load._told is not None
+            ((turn,),) = (p._turns.pending() for p in d.worker._reader._pullers.values())  # type: ignore[attr-defined]
+            assert turn.load._told is not None
         assert d.wait("q") == "recving"
 
     def test_only_what_the_prefix_cache_lacks_is_read(self, pairs: Pairs) -> None:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_pairs import WAIT_S, A, B
-from test_connectors_begun import HERE, THERE, Sky, meeting, puller_of
+from connector_pairs import WAIT_S, A, B, Background
+from test_connectors_begun import HERE, NAMES, THERE, Sky, all_at_once, idle, meeting, puller_of
 from test_connectors_puller import Bench, raises
 
 from torpor.connectors import ipc, link, turns
 from torpor.connectors.ipc import IpcRemote
-from torpor.connectors.loads import LoadState
+from torpor.connectors.loads import Load, LoadState
 from torpor.connectors.turns import ON_THEIR_WAY, Turns
 from torpor.errors import TransportError
 from torpor.testing.kv_engine import KVEngine
@@ -67,6 +67,79 @@ def begin_behind_another(p: KVEngine, d: KVEngine, sky: Sky, monkeypatch: pytest
     sky.at_once = True
     d.begin_load("q", B, p.prefill("r", B, THERE), HERE)
     assert [turn.begun is not None for turn in puller_of(d)._turns.pending()] == [True, True]
+
+
+def test_p5_a_cancel_does_not_wait_for_the_loads_before_it(
+    met: tuple[KVEngine, KVEngine, Sky],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p, d, sky = met
+    begin_behind_another(p, d, sky, monkeypatch)
+    cancelled = Background(lambda: d.cancel("q"))
+    assert cancelled.ended_within(5.0), "it waits for a load that is none of its business"
+    assert d.wait("q") == "failed"
+    assert not d.has(B, HERE), "no piece began after the cancel"
+    before = [d.block(block) for block in HERE]
+    sky.clear.set()
+    assert d.wait("first") == "recving"
+    assert p.wait("r") == "sending", "the owner was told that it may let go"
+    idle(d)
+    assert [d.block(block) for block in HERE] == before, "nor when its turn came"
+    assert p.sleep().held_bytes == 0, "the link is in use by nobody"
+
+
+def test_p5_what_is_cancelled_in_line_does_not_begin_meanwhile(
+    met: tuple[KVEngine, KVEngine, Sky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d, sky = met
+    sky.clear.clear()
+    all_at_once(p, d)
+    assert sky.waited_for.wait(WAIT_S)
+    end = puller_of(d)._end
+
+    def ends_late(load: Load, state: LoadState, reason: str) -> None:
+        """When the first one has ended, and the puller has begun what it can."""
+        if load.request_id == NAMES[-1] and reason == "cancelled":
+            sky.waited_for.clear()
+            sky.land_one()
+            assert sky.waited_for.wait(WAIT_S)
+        end(load, state, reason)
+
+    monkeypatch.setattr(puller_of(d), "_end", ends_late)
+    cancelled = Background(lambda: d.cancel(NAMES[-1]))
+    assert cancelled.ended_within(5.0), "its blocks are written to behind its back"
+    assert sky.begun_by == ["engine"] * ON_THEIR_WAY
+    sky.clear.set()
+    assert [d.wait(name) for name in NAMES] == ["recving"] * ON_THEIR_WAY + ["failed"]
+
+
+def test_p5_the_time_in_line_is_not_the_load_s_own(
+    met: tuple[KVEngine, KVEngine, Sky],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p, d, sky = met
+    begin_behind_another(p, d, sky, monkeypatch)
+    clock.ahead_s += 3600.0
+    sky.clear.set()
+    assert [d.wait(name) for name in ("first", "q")] == ["recving", "recving"]
+    assert d.has(B, HERE)
+
+
+def test_p5_a_begun_read_that_takes_too_long_is_cut_off(
+    met: tuple[KVEngine, KVEngine, Sky],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ipc.PIECE_BYTES, "host", 1)
+    p, d, sky = met
+    sky.clear.clear()
+    d.begin_load("q", B, p.prefill("r", B, THERE), HERE)
+    assert sky.waited_for.wait(WAIT_S), "its turn has come"
+    clock.ahead_s += 3600.0
+    sky.clear.set()
+    assert d.wait("q") == "failed"
+    assert not d.has(B, HERE)
 
 
 class Line:

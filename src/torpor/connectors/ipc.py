@@ -176,7 +176,7 @@ class IpcRemote(RemoteMemory):
         return IpcRead(self, request)
 
     def read(self, request: BlockRead, confirm: Callable[[], None]) -> int:
-        return self.begin(request).finish() if self.begins else self.copy(request)
+        return self.begin(request).finish(request.deadline) if self.begins else self.copy(request)
 
     def pieces(self, request: BlockRead) -> Iterator[Piece]:
         """What one call of the device copies, after a look at whether to go on."""
@@ -185,19 +185,22 @@ class IpcRemote(RemoteMemory):
         for arrays, blocks in gather.pieces(len(self._dst), len(local), block_bytes, most):
             if request.stop():
                 raise PeerError(f"the read from {self._who} was stopped", peer=self._who)
-            if time.monotonic() > request.deadline:
-                raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
             yield self._dst.part(arrays), self._src.part(arrays), block_bytes, local.part(blocks), remote.part(blocks)
 
     def copy(self, request: BlockRead) -> int:
         """Piece by piece; the bytes of all."""
         for piece in self.pieces(request):
+            self.check_in_time(request.deadline)
             with request.writing():
                 self._memory.device.copy_blocks(*piece, limits=self._limits)
         return self.nbytes(request)
 
     def begin_copy(self, piece: Piece) -> BlockCopy:
         return self._memory.device.begin_copy_blocks(*piece, limits=self._limits)
+
+    def check_in_time(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise TransportError(f"the read from {self._who} took longer than read_timeout_s", transport="ipc")
 
     def nbytes(self, request: BlockRead) -> int:
         return len(request.local) * self._block_bytes * len(self._dst)
@@ -233,10 +236,11 @@ class IpcRead:
             self._flying = deque(writing.enter_context(remote.begin_copy(piece)) for piece in islice(self._pieces, 2))
             self._writing = writing.pop_all()
 
-    def finish(self) -> int:
+    def finish(self, deadline: float) -> int:
         with self._writing as writing:
             self._request.meanwhile()
             for piece in self._pieces:
+                self._remote.check_in_time(deadline)
                 self._flying.append(writing.enter_context(self._remote.begin_copy(piece)))
                 self._flying.popleft().close()
         return self._remote.nbytes(self._request)

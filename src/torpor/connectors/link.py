@@ -64,8 +64,8 @@ class Link:
 
     def begin(self, load: Load, timeout_s: float) -> bool:
         """``ready`` and the first part of ``read``, for the engine's thread: it waits for nothing. True: ``read`` of that load
-        must follow, on any thread, whatever becomes of the load. False: nothing was begun, and ``ready`` and ``read`` say why,
-        if anything is wrong. Other reads may be under way."""
+        must follow, on any thread, whatever becomes of the load; its ``timeout_s`` begins then. False: nothing was begun, and
+        ``ready`` and ``read`` say why, if anything is wrong. Other reads may be under way."""
         if not (self._remote.begins and self._uses.begin()):
             return False
         try:
@@ -89,7 +89,7 @@ class Link:
             begun = self._begun.pop(load, None)
             if begun is not None:
                 held.callback(self._uses.end)
-                moved = begun.finish()
+                moved = begun.finish(time.monotonic() + timeout_s)
             else:
                 load.check_against(ours, self.theirs, str(self))
                 held.enter_context(self._uses.reading())
@@ -97,6 +97,19 @@ class Link:
                 moved = self._remote.read(self._request(load, timeout_s), lambda: self._confirm(load))
             self._confirm(load)
         self.bytes += moved
+
+    def give_up(self, load: Load) -> None:
+        """What has begun of an unwanted load has ended when this returns, unless somebody else ends it: ``read`` of it is then
+        told so, and touches nothing. Any thread."""
+        begun = self._begun.pop(load, None)
+        if begun is None:
+            return
+        try:
+            begun.finish(time.monotonic())
+        except Exception as error:  # that it was stopped, most of the time; its bytes are nobody's
+            logger.debug("the read of request %s is given up: %s", load.request_id, error)
+        finally:
+            self._uses.end()
 
     def _request(self, load: Load, timeout_s: float) -> BlockRead:
         return BlockRead(

@@ -102,6 +102,10 @@ class Load:
         """It has ended, or somebody waits for a write to end, to end it."""
         return self._failing or self.state in ENDED
 
+    def unwant(self) -> None:
+        """Before ``end`` as failed: no write begins any more."""
+        self._failing = True
+
     def start(self) -> bool:
         """False when it has ended while it waited."""
         with self._lock:
@@ -113,7 +117,8 @@ class Load:
     def end(self, state: LoadState) -> bool:
         """Whether this call ended it."""
         assert state in ENDED
-        self._failing |= state is LoadState.FAILED
+        if state is LoadState.FAILED:
+            self.unwant()
         with self._lock:
             if self.state in ENDED or (self._failing and state is LoadState.DONE):
                 return False

@@ -88,10 +88,9 @@ class Puller:
         self._turns.prepare()
 
     def cancel(self, request_id: str) -> None:
-        """Ends the load of that request, if there is one. Blocks while a write of it is under way, which is milliseconds."""
-        for load in self._pending():
-            if load.request_id == request_id and not load.only_tells:
-                self._end(load, LoadState.FAILED, "cancelled")
+        """Ends the load of that request, if there is one. Blocks while a write of it is under way, which is milliseconds: it does
+        not wait for the loads before it."""
+        self._give_up(lambda load: load.request_id == request_id and not load.only_tells, "cancelled")
 
     def stop(self) -> None:
         """Ends all loads: nothing writes for them any more. No link comes up until ``admit``."""
@@ -101,8 +100,7 @@ class Puller:
             link = self._link
         if link is not None:
             link.stop()
-        for load in self._pending():
-            self._end(load, LoadState.FAILED, "this engine releases its KV cache")
+        self._give_up(lambda load: True, "this engine releases its KV cache")
         with self._lock:
             self._turns.take_waiting()
 
@@ -123,9 +121,16 @@ class Puller:
             self._ring()
         self._thread.join(max(timeout_s, JOIN_S))
 
-    def _pending(self) -> list[Load]:
+    def _give_up(self, which: Callable[[Load], bool], reason: str) -> None:
+        """Any thread. What has begun is waited for here: its turn comes when all reads before it have ended."""
         with self._lock:
-            return self._turns.pending()
+            turns = [turn for turn in self._turns.pending() if which(turn.load)]
+            for turn in turns:
+                turn.load.unwant()  # with the lock: what has not begun does not begin any more
+        for turn in turns:
+            if turn.begun is not None:
+                turn.begun.give_up(turn.load)
+            self._end(turn.load, LoadState.FAILED, reason)
 
     def _run(self) -> None:
         while (turn := self._next()) is not None:

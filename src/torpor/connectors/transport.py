@@ -63,9 +63,9 @@ class BlockRead(msgspec.Struct, frozen=True, kw_only=True):
 class Reading(Protocol):
     """A read that has begun."""
 
-    def finish(self) -> int:
+    def finish(self, deadline: float) -> int:
         """The rest of ``RemoteMemory.read``, on any thread. Called once, whatever became of the load meanwhile: what has begun
-        counts as a write under way until then."""
+        counts as a write under way until then. ``deadline`` takes the request's place: others may have had their turns since."""
         ...
 
 

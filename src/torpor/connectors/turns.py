@@ -46,9 +46,9 @@ class Turns:
         """Whether reads that have begun wait for their turns."""
         return bool(self._begun)
 
-    def pending(self) -> list[Load]:
+    def pending(self) -> list[Turn]:
         turns = ([self._running] if self._running is not None else []) + [*self._begun]
-        return [*(turn.load for turn in turns), *self._queue, *(turn.load for turn in self._aside)]
+        return [*turns, *map(_turn_of, self._queue), *self._aside]
 
     def prepare(self) -> None:
         """Any thread, without the lock: work that the reads on their way will need."""
