@@ -17,6 +17,7 @@ PLACEMENT_TESTS = "tests/unit/test_engine_placement.py::"
 ASLEEP_TESTS = "tests/unit/test_engine_asleep.py::"
 CONNECTOR_TESTS = "tests/unit/test_engine_connector.py::"
 SLEEP_TESTS = "tests/unit/test_lifecycle_sleep.py::"
+NOOP_TESTS = "tests/unit/test_lifecycle_noop.py::"
 UPDATE_TESTS = "tests/unit/test_lifecycle_weights.py::"
 WAKE_TESTS = "tests/unit/test_lifecycle_wake.py::"
 WORKER_TESTS = "tests/unit/test_runner_worker.py::"
@@ -142,10 +143,26 @@ MUTANTS = (
     Mutant(
         "e2-abort-of-a-sleeper-ends-nothing",
         LIFECYCLE,
-        '        if plan.mode == "abort":\n            self._abort_all()\n        if plan.unmaps:',
-        "        if plan.unmaps:",
+        '        ended = plan.mode == "abort" and self._abort_all()\n',
+        "        ended = False\n",
         "what somebody has ended is answered after the wake",
         SLEEP_TESTS + "test_abort_of_an_engine_that_is_asleep_ends_what_is_frozen",
+    ),
+    Mutant(
+        "m9-a-cancelled-drain-is-nothing",
+        LIFECYCLE,
+        'reason=f"cancelled the {what} that was draining", noop=False)',
+        'reason=f"cancelled the {what} that was draining", noop=True)',
+        "an operator reads that the wake did nothing, and looks for what ended the pause",
+        NOOP_TESTS + "test_m9_what_cancels_a_pause_that_drains_has_done_something",
+    ),
+    Mutant(
+        "m9-an-opening-wake-is-nothing",
+        LIFECYCLE,
+        " and self._state is _S.ASLEEP and missing == missing_before",
+        "",
+        "the wake that lets the engine serve says that it did nothing",
+        NOOP_TESTS + "test_m9_a_wake_that_only_opens_the_engine_has_done_something",
     ),
     Mutant(
         "e2-loads-not-cancelled",

@@ -101,8 +101,16 @@ class EngineChecks(RuleBasedStateMachine):
         return self.core.state in TURNS_AWAY or (draining is not None and draining.unmaps)
 
     def called(self, what: str, call: Callable[[], Any], **asked: Any) -> Call:
-        before, draining = self.core.state, self.draining_for()
-        made = self.calling = Call(what=what, ticket=None, asked_in=before, draining=draining, **asked)  # type: ignore[arg-type]
+        before, draining, queue = self.core.state, self.draining_for(), self.core.scheduler
+        requests = bool(queue.running_ids() or queue.loading_ids() or queue.waiting_ids())
+        made = self.calling = Call(
+            what=what,
+            ticket=None,
+            asked_in=before,
+            draining=draining,
+            requests=requests,
+            **asked,  # type: ignore[arg-type]
+        )
         made.ticket = call()
         self.calling = None
         self.calls.append(made)
@@ -172,6 +180,10 @@ class EngineChecks(RuleBasedStateMachine):
             self._updated(call)
         elif call.sleeps and not call.unmaps and self.core.state is S.ASLEEP:
             self._check_aborted(call)
+        elif call.sleeps and not call.unmaps and call.asked_in in (S.AWAKE, S.PAUSED):
+            assert call.report["noop"] is (call.asked_in is S.PAUSED and not (call.mode == "abort" and call.requests)), (
+                call.report
+            )
         elif call.sleeps and call.unmaps:
             assert call.report["state"] == self.core.state.value == "asleep"
             if call.asked_in is S.DRAINING:  # it joined the sleep that the drain was for, and shares its report
@@ -179,13 +191,17 @@ class EngineChecks(RuleBasedStateMachine):
                 assert call.report == call.draining.report
                 return
             noop = self.pools.sleep(call.policies)
-            assert self.faulty or call.report["noop"] is noop, (call.report, noop)
+            if call.mode == "abort":  # it may have ended requests
+                assert self.faulty or noop or not call.report["noop"], (call.report, noop)
+            else:
+                assert self.faulty or call.report["noop"] is noop, (call.report, noop)
             assert call.report["returned_bytes"] == call.report["unmapped_bytes"]
         elif call.what == "wake" and call.report["tags"]:
             self._check_woken(call)
 
     def _check_woken(self, call: Call) -> None:
         refilled = self.pools.wake(call.tags)
+        assert not call.report["noop"] or self.states[-3:] == [S.ASLEEP, S.WAKING, S.ASLEEP]
         if self.faulty:
             return
         assert sorted(call.report["refilled_tags"]) == sorted(refilled), call.report

@@ -87,6 +87,7 @@ class Call:
     tags: Sequence[str] | None = None
     version: int = 0  # of the weights; 0: of none that there are
     draining: Call | None = None  # what the engine drained for when it came
+    requests: bool = False  # there were some when it came
 
     @property
     def sleeps(self) -> bool:
@@ -115,7 +116,8 @@ def policies_of(level: int, policies: Mapping[str, str] | None) -> dict[str, str
 
 
 def state_after_sleep(state: EngineState, call: Call, draining_for: Call | None) -> tuple[EngineState, str]:
-    """The state right after the call, and what becomes of it: "begins", "joins", "waits", "nothing to do" or "refused"."""
+    """The state right after the call, and what becomes of it: "begins", "joins", "waits", "refused", "nothing to do", or
+    that something was done: "done", or "resumed", whose report has a reason."""
     match state:
         case S.DRAINING:
             assert draining_for is not None
@@ -123,7 +125,9 @@ def state_after_sleep(state: EngineState, call: Call, draining_for: Call | None)
         case S.SLEEPING | S.WAKING:
             return state, "waits"
         case S.ASLEEP:
-            return (S.SLEEPING, "begins") if call.unmaps else (state, "done" if call.mode == "abort" else "nothing to do")
+            if call.unmaps:
+                return S.SLEEPING, "begins"
+            return state, "done" if call.mode == "abort" and call.requests else "nothing to do"
         case S.PAUSED if not call.unmaps and call.mode != "abort":
             return state, "nothing to do"
         case _:
@@ -137,7 +141,7 @@ def state_after_wake(state: EngineState) -> tuple[EngineState, str]:
         case S.PAUSED:
             return S.AWAKE, "resumed"
         case S.DRAINING:
-            return S.AWAKE, "nothing to do"
+            return S.AWAKE, "resumed"
         case S.SLEEPING | S.WAKING:
             return state, "waits"
         case _:
@@ -161,6 +165,6 @@ def state_after_resume(state: EngineState, draining_for: Call | None) -> tuple[E
         case S.PAUSED:
             return S.AWAKE, "done"
         case S.DRAINING if draining_for is not None and not draining_for.unmaps:
-            return S.AWAKE, "nothing to do"
+            return S.AWAKE, "resumed"
         case _:
             return state, "refused"

@@ -121,9 +121,11 @@ class EngineCore:
         self._parked.difference_update(request_ids)
         self._outbox += self._scheduler.abort(request_ids)
 
-    def _abort_all(self) -> None:
+    def _abort_all(self) -> bool:
         scheduler = self._scheduler
-        self.abort([*scheduler.running_ids(), *scheduler.loading_ids(), *scheduler.waiting_ids()])
+        present = [*scheduler.running_ids(), *scheduler.loading_ids(), *scheduler.waiting_ids()]
+        self.abort(present)
+        return bool(present)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Lifecycle:
         executor: Executor,
         rules: SleepRules,
         background: Background,
-        abort_all: Callable[[], None],
+        abort_all: Callable[[], bool],
         reset_cache: Callable[[], None],
         publish: Callable[[], None],
         set_version: Callable[[str], None] = lambda version: None,
@@ -57,10 +57,10 @@ class Lifecycle:
         on_ready: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``abort_all`` ends every request; ``reset_cache`` empties the prefix cache (nothing is allocated then); ``publish``
-        gives the worker connector's handshake metadata to the scheduler side; ``set_version`` tells everybody who keeps or
-        moves KV what weights it is of; ``on_ready`` is called, from another thread, when a tick would find that a transaction
-        has ended."""
+        """``abort_all`` ends every request and says whether there was one; ``reset_cache`` empties the prefix cache (nothing is
+        allocated then); ``publish`` gives the worker connector's handshake metadata to the scheduler side; ``set_version`` tells
+        everybody who keeps or moves KV what weights it is of; ``on_ready`` is called, from another thread, when a tick would find
+        that a transaction has ended."""
         self._scheduler = scheduler
         self._executor = executor
         self._rules = rules
@@ -193,7 +193,7 @@ class Lifecycle:
         self._move(_S.DRAINING)
         self._scheduler.close_admission()
         if plan.mode == "abort":
-            self._abort_all()
+            self._drain.ended_requests = self._abort_all()
         elif plan.mode == "keep":
             self._scheduler.cancel_loads()
         return None
@@ -226,7 +226,9 @@ class Lifecycle:
             self._unmap(drain, drain_s)
         else:
             self._move(_S.PAUSED)
-            complete(drain.tickets, paused_report(drain.plan, self._state, drain_s))
+            noop = drain.origin is _S.PAUSED and not drain.ended_requests
+            reason = "already paused" if noop else None
+            complete(drain.tickets, paused_report(drain.plan, self._state, drain_s, noop=noop, reason=reason))
 
     def _end_drain(self, reason: str, message: str, waiting_for: Sequence[str] = ()) -> None:
         """The sleep is off: everything is as it was before it (E2)."""
@@ -249,13 +251,13 @@ class Lifecycle:
     def _sleep_deeper(self, plan: SleepPlan, ticket: Ticket) -> None:
         """From one asleep state to another without waking (M8); the memory layer says when nothing is left to do (M9). Nothing
         runs that could be waited for: only ``abort`` means something to the requests that are frozen or queued."""
-        reason = None if plan.mode == "abort" else "the engine is asleep: nothing runs"
-        if plan.mode == "abort":
-            self._abort_all()
+        ended = plan.mode == "abort" and self._abort_all()
         if plan.unmaps:
-            self._unmap(Drain(plan=plan, origin=self._state, started=self._clock(), tickets=[ticket]), 0.0)
+            drain = Drain(plan=plan, origin=self._state, started=self._clock(), tickets=[ticket], ended_requests=ended)
+            self._unmap(drain, 0.0)
         else:
-            ticket.set_result(paused_report(plan, self._state, 0.0, noop=reason is not None, reason=reason))
+            reason = None if ended else "the engine is asleep: nothing runs"
+            ticket.set_result(paused_report(plan, self._state, 0.0, noop=not ended, reason=reason))
 
     def _unmap(self, drain: Drain, drain_s: float) -> None:
         self._move(
@@ -270,9 +272,9 @@ class Lifecycle:
         missing = self._settle()
         if error is None:
             self._move(_S.ASLEEP)
-            return complete(
-                drain.tickets, slept_report(drain.plan, self._state, future.result(), self._clock() - drain.started, drain_s)
-            )
+            report, took = future.result(), self._clock() - drain.started
+            noop = report.noop and drain.origin is _S.ASLEEP and not drain.ended_requests
+            return complete(drain.tickets, slept_report(drain.plan, self._state, report, took, drain_s, noop=noop))
         # After a failure the engine counts as asleep if any content or memory is gone (E9, M12); else nothing has happened.
         if missing or drain.origin is _S.ASLEEP:
             self._move(_S.ASLEEP)
@@ -290,29 +292,32 @@ class Lifecycle:
             check_tags(tags, self._known_tags())
         match self._state:
             case _S.AWAKE:
-                ticket.set_result(wake_report(None, self._state, reason="already awake"))
+                ticket.set_result(wake_report(None, self._state, reason="already awake", noop=True))
             case _S.PAUSED:
                 self._reopen()
                 ticket.set_result(wake_report(None, self._state, reason="resumed; nothing was asleep", noop=False))
             case _S.DRAINING:
+                what = "pause" if self._drain is not None and self._drain.plan.operation == "pause" else "sleep"
                 self._cancel_drain("woken", "the sleep was cancelled by a wake_up while it drained (E8): the engine is awake")
-                ticket.set_result(wake_report(None, self._state, reason="cancelled the sleep that was draining"))
+                ticket.set_result(wake_report(None, self._state, reason=f"cancelled the {what} that was draining", noop=False))
             case _S.SLEEPING | _S.WAKING:
                 self._queue.append(Queued(lambda later: self._wake(tags, later), ticket))
             case _:
                 self._map(tags, ticket)
 
     def _map(self, tags: Sequence[str] | None, ticket: Ticket) -> None:
-        started = self._clock()
+        started, missing = self._clock(), self.missing_tags(self.memory_stats())
 
         def work() -> tuple[WakeReport, list[str], float]:
             report = self._executor.wake(tags)
             mapped = self._clock()
             return report, self._executor.refill_lost(), self._clock() - mapped
 
-        self._move(_S.WAKING, work, lambda future: self._mapped(started, ticket, future), [ticket])
+        self._move(_S.WAKING, work, lambda future: self._mapped(started, missing, ticket, future), [ticket])
 
-    def _mapped(self, started: float, ticket: Ticket, future: Future[tuple[WakeReport, list[str], float]]) -> None:
+    def _mapped(
+        self, started: float, missing_before: list[str], ticket: Ticket, future: Future[tuple[WakeReport, list[str], float]]
+    ) -> None:
         error = future.exception()
         missing = self._settle()
         if error is not None:
@@ -324,9 +329,11 @@ class Lifecycle:
             self._reopen()
         report, refilled, refill_s = future.result()
         reason = f"not serving: {', '.join(missing)} still missing" if missing else None
+        # A wake that maps nothing may still have brought a hook back (M3), or opened admission.
+        noop = report.noop and not refilled and self._state is _S.ASLEEP and missing == missing_before
         took = self._clock() - started
         text = wake_report(
-            report, self._state, missing=missing, refilled=refilled, seconds=took, refill_s=refill_s, reason=reason
+            report, self._state, missing=missing, refilled=refilled, seconds=took, refill_s=refill_s, reason=reason, noop=noop
         )
         return complete([ticket], text)
 
@@ -376,19 +383,19 @@ class Lifecycle:
 
     def _resume(self, ticket: Ticket) -> None:
         self._check_alive("resume")
-        reason = None
+        noop, reason = False, None
         if self._state is _S.DRAINING and self._drain is not None and not self._drain.plan.unmaps:
             self._cancel_drain("resumed", "the pause was cancelled by resume() while it drained: the engine is awake")
             reason = "cancelled the pause that was draining"
         elif self._state is _S.PAUSED:
             self._reopen()
         elif self._state is _S.AWAKE:
-            reason = "not paused"
+            noop, reason = True, "not paused"
         else:
             raise StateError(
                 f"resume() ends a pause, but the engine is {self._state.value}: call wake_up()", state=self._state.value
             )
-        ticket.set_result(resumed_report(self._state, reason=reason))
+        ticket.set_result(resumed_report(self._state, noop=noop, reason=reason))
 
     # ---- moves ---------------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Drain:
     origin: EngineState
     started: float
     tickets: list[Ticket] = field(default_factory=list)
+    ended_requests: bool = False  # by mode abort
 
 
 class Work:

@@ -9,6 +9,10 @@
     resume                    the same without mode
     update_weights            operation, state, model, model_id, seconds
 
+``noop``: nothing was changed by the call (M9), no memory, no content, no request, and the engine is in the state it was in. A
+call that ends a pause or cancels a drain has changed something. Calls that joined one sleep share its report. ``reason`` says why
+there was nothing to do, or what was done instead of what the call is named for.
+
 ``seconds`` is the time from the call to its end; ``phases_s`` says where it went (``drain``, then the memory layer's phases), and
 ``hooks_s`` what of it each hook took: a connector's release before the unmap, its registration after the map.
 """
@@ -37,7 +41,7 @@ def slept_report(
     seconds: float,
     drain_s: float,
     *,
-    noop: bool = False,
+    noop: bool,
     reason: str | None = None,
 ) -> dict[str, Any]:
     """``report`` is None when there was nothing to ask the memory layer."""
@@ -47,7 +51,7 @@ def slept_report(
         "level": plan.level,
         "mode": plan.mode,
         "policies": dict(plan.policies),
-        "noop": noop or (report is not None and report.noop),
+        "noop": noop,
         "reason": reason,
         "seconds": seconds,
         "phases_s": {"drain": drain_s, **(report.phases_s if report else {})},
@@ -60,7 +64,7 @@ def slept_report(
 
 
 def paused_report(
-    plan: SleepPlan, state: EngineState, seconds: float, *, noop: bool = False, reason: str | None = None
+    plan: SleepPlan, state: EngineState, seconds: float, *, noop: bool, reason: str | None = None
 ) -> dict[str, Any]:
     """Of a pause, and of a sleep that unmaps nothing."""
     if plan.operation != "pause":
@@ -76,12 +80,11 @@ def paused_report(
     }
 
 
-def resumed_report(state: EngineState, *, reason: str | None) -> dict[str, Any]:
-    """``reason`` is None when a pause ended: with one, there was none."""
+def resumed_report(state: EngineState, *, noop: bool, reason: str | None) -> dict[str, Any]:
     return {
         "operation": "resume",
         "state": state.value,
-        "noop": reason is not None,
+        "noop": noop,
         "reason": reason,
         "seconds": 0.0,
         "phases_s": {},
@@ -107,14 +110,14 @@ def wake_report(
     seconds: float = 0.0,
     refill_s: float = 0.0,
     reason: str | None = None,
-    noop: bool | None = None,
+    noop: bool,
 ) -> dict[str, Any]:
-    """``report`` is None when there was nothing to wake, which is a noop unless ``noop`` says otherwise."""
+    """``report`` is None when there was nothing to wake."""
     tags = report.tags if report else ()
     return {
         "operation": "wake_up",
         "state": state.value,
-        "noop": (report is None or (report.noop and not refilled)) if noop is None else noop,
+        "noop": noop,
         "reason": reason,
         "seconds": seconds,
         "phases_s": {**(report.phases_s if report else {}), **({"refill": refill_s} if refilled else {})},

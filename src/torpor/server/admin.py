@@ -74,14 +74,16 @@ def admin_routes(context: ServerContext) -> APIRouter:
 
     @routes.post("/sleep", dependencies=alive, responses=failures)
     async def sleep(query: Annotated[SleepQuery, Query()], body: SleepBody | None = None) -> dict[str, Any]:
-        """Gives device memory back. Answers when done, with the report: per tag, bytes unmapped, given back, and held by whom."""
+        """Gives device memory back. Answers when done, with the report: per tag, bytes unmapped, given back, and held by whom.
+        ``noop`` in this and the other reports: the call has changed nothing, neither memory nor requests nor the state."""
         request = sleep_request(query, body)
         with context.metrics.operation("sleep"):
             return await context.client.sleep(request)
 
     @routes.post("/wake_up", dependencies=alive, responses=failures)
     async def wake_up(query: Annotated[WakeQuery, Query()]) -> dict[str, Any]:
-        """Maps memory again and restores it. With ``tags``, only those: the engine serves once every tag is back."""
+        """Maps memory again and restores it. With ``tags``, only those: the engine serves once every tag is back. It also ends
+        a pause, and cancels a sleep or a pause that is still draining: ``noop`` is false then, and ``reason`` says so."""
         tags = split_tags(query.tags)
         with context.metrics.operation("wake_up"):
             return await context.client.wake_up(tags or None)
@@ -115,6 +117,7 @@ def admin_routes(context: ServerContext) -> APIRouter:
 
     @routes.post("/resume", dependencies=alive, responses=failures)
     async def resume(query: Annotated[NoQuery, Query()]) -> dict[str, Any]:
+        """Ends a pause, also one that is still draining; ``noop`` when there is none."""
         with context.metrics.operation("resume"):
             return await context.client.resume()
 
