@@ -26,6 +26,23 @@ def test_parsing_serve_needs_neither_torch_nor_a_web_framework() -> None:
     assert not {"torch", "transformers", "fastapi"} & set(loaded)
 
 
+def test_serve_refuses_wrong_values_without_torch() -> None:
+    """Importing it takes longer than anybody wants to wait to read of a typing error."""
+    code = """if True:
+        import json, sys
+        from torpor.cli import main
+        wrong = [["--dtype", "int8"], ["--kv-connector", "nixl", "--kv-option", "nope=1"], []]
+        for argv in wrong:
+            try:
+                sys.stderr = open("/dev/null", "w")
+                main(["serve", "/no/such/model", *argv])
+            except SystemExit as ended:
+                assert ended.code == 2
+        sys.stderr = sys.__stderr__
+        print(json.dumps(list(sys.modules)))"""
+    assert not {"torch", "transformers", "uvicorn"} & set(run(code))
+
+
 def test_the_front_end_tokenizes_without_torch(tmp_path: Path) -> None:
     """The same tokens as with torch; and torch, the module, is there again for whoever wants it."""
     byte_tokenizer().save_pretrained(tmp_path)

@@ -27,7 +27,10 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.engine.config import EngineConfig
 from torpor.engine.settings import config_from_settings
 from torpor.errors import ConfigurationError
+from torpor.models import config as models_config
+from torpor.models.attention import backends
 from torpor.models.config import ModelConfig
+from torpor.models.dtypes import DTYPES
 from torpor.router import RouterConfig
 from torpor.server import ServerConfig
 
@@ -125,6 +128,24 @@ def test_every_option_reaches_its_field(serve_values: Callable[..., Values], tmp
         ["m", "--hang-timeout-s", "0"],
         ["m", "--retry-after-s", "inf"],
         ["m", "--sleep-deadline-s", "nan"],
+        ["m", "--dtype", "int8"],
+        ["m", "--load-format", "npz"],
+        ["m", "--fused-layers", "maybe"],
+        ["m", "--attention-backend", "flash"],
+        ["m", "--memory-driver", "rocm"],
+        ["m", "--threads", "0"],
+        ["m", "--max-model-len", "0"],
+        ["m", "--kv-connector", "carrier-pigeon"],
+        ["m", "--kv-option", "nope=1", "--kv-connector", "ipc"],
+        ["m", "--kv-option", "nope=1", "--kv-connector", "mooncake"],
+        ["m", "--kv-host", "0.0.0.0", "--kv-connector", "nixl"],
+        ["m", "--kv-host", "0.0.0.0", "--kv-connector", "mooncake"],
+        ["m", "--withdraw-timeout-s", "-1", "--kv-connector", "ipc"],
+        ["m", "--kv-heartbeat-s", "nan", "--kv-connector", "ipc"],
+        ["m", "--kv-heartbeat-s", "0", "--kv-connector", "ipc"],
+        ["m", "--kv-secret-file", "/no/such/file", "--kv-connector", "ipc"],
+        ["/no/such/model"],
+        ["/dev/null"],
         ["m", "--kv-role", "producer"],
         ["m", "--kv-option", "a=b"],
         ["m", "--kv-option", "ab", "--kv-connector", "ipc"],
@@ -133,25 +154,34 @@ def test_every_option_reaches_its_field(serve_values: Callable[..., Values], tmp
     ],
     ids=" ".join,
 )
-def test_what_makes_no_sense_ends_with_2_and_names_it(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_ends_with_2_and_names_it(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "run_server", lambda *args: pytest.fail("it was not refused before a core would begin"))
     assert run(["serve", *argv]) == 2
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err + shown.out
-    if len(argv) > 1:
-        assert argv[1].split("=")[0] in shown.err + shown.out
+    if argv:
+        assert argv[min(1, len(argv) - 1)].split("=")[0] in shown.err + shown.out
+
+
+def test_the_words_of_options_are_those_that_the_engine_knows() -> None:
+    assert set(models_config.ATTENTION_BACKENDS) == {"auto", *backends("cpu"), *backends("cuda")}
+    assert set(models_config.DTYPES) == {"auto", *DTYPES}
 
 
 @pytest.mark.parametrize(
     ("setting", "flag"), [("threads", "--threads"), ("driver", "--memory-driver"), ("kv_host", "--kv-host"), ("nbytes", None)]
 )
 def test_what_the_core_finds_wrong_names_the_flag_too(
-    setting: str, flag: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setting: str, flag: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(*args: object) -> None:
         raise ConfigurationError("it cannot be that", setting=setting)
 
     monkeypatch.setattr(server_module, "run_server", fail, raising=False)
-    assert run(["serve", "m"]) == 2
+    (tmp_path / "config.json").touch()
+    assert run(["serve", str(tmp_path)]) == 2
     assert capsys.readouterr().err.split() == ["error:", "it", "cannot", "be", "that", *([f"({flag})"] if flag else [])]
 
 

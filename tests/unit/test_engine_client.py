@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
@@ -233,7 +234,7 @@ async def test_the_core_answers_while_memory_moves() -> None:
     await client.shutdown()
 
 
-async def test_what_kept_the_engine_from_starting_is_raised() -> None:
+async def test_what_kept_the_engine_from_starting_is_raised_and_not_logged_as_well(caplog: pytest.LogCaptureFixture) -> None:
     def broken(**callbacks: Any) -> EngineCore:
         callbacks["progress"]("loading", 0.5)
         raise ConfigurationError("num_blocks is 0", setting="num_blocks")
@@ -244,6 +245,7 @@ async def test_what_kept_the_engine_from_starting_is_raised() -> None:
             EngineConfig(model=ModelConfig(source="x")), factory=broken, progress=lambda *p: told.append(p)
         )
     assert told == [("loading", 0.5)]
+    assert not [r for r in caplog.records if r.levelno > logging.DEBUG]
 
 
 async def test_the_death_of_the_core_fails_everything_that_is_open() -> None:

@@ -116,7 +116,7 @@ def test_without_host_memory_the_start_says_so(folder: Path, opened: Opened) -> 
     assert opened.all_closed
 
 
-@pytest.mark.parametrize("phase", ["connector", "model", "weights", "KV cache", "warm-up", "images"])
+@pytest.mark.parametrize("phase", ["model", "weights", "KV cache", "warm-up", "images"])
 def test_a_start_that_fails_gives_all_back(
     folder: Path, tmp_path: Path, opened: Opened, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,17 +129,22 @@ def test_a_start_that_fails_gives_all_back(
         settings["kv_cache_bytes"], settings["num_blocks"] = 1, None
     else:
         where, name = {
-            "connector": (startup, "choose_connector"),
             "weights": (Memory, "pool"),
             "warm-up": (startup.UniprocExecutor, "warm_up"),
             "images": (Memory, "prepare_images"),
         }[phase]
         monkeypatch.setattr(where, name, interrupted)
-    connector = ConnectorConfig(connector="ipc") if phase == "connector" else None
     with pytest.raises((KeyboardInterrupt, ModelError, ConfigurationError)):
-        start_core(tiny_engine(folder, connector=connector, **settings))
+        start_core(tiny_engine(folder, **settings))
     assert len(opened.taken) == len(opened) == 1
     assert opened.all_closed
+
+
+def test_a_connector_that_is_refused_is_so_before_anything_is_opened(folder: Path, opened: Opened) -> None:
+    connector = ConnectorConfig(connector="ipc", extra={"nope": 1})
+    with pytest.raises(ConfigurationError, match="nope"):
+        start_core(tiny_engine(folder, driver="host", prepare_images=True, connector=connector))
+    assert len(opened) == 0
 
 
 def interrupted(*arguments: Any, **more: Any) -> None:

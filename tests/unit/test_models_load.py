@@ -210,7 +210,7 @@ def test_max_model_len(tmp_path: Path) -> None:
     assert resolve_model(ModelConfig(source=str(tmp_path))).max_model_len == 256
     assert resolve_model(ModelConfig(source=str(tmp_path), max_model_len=100)).max_model_len == 100
     for wrong in (257, 0):
-        with pytest.raises(ConfigurationError, match="256") as caught:
+        with pytest.raises(ConfigurationError, match="256" if wrong else "1 or more") as caught:
             resolve_model(ModelConfig(source=str(tmp_path), max_model_len=wrong))
         assert caught.value.setting == "max_model_len"
 
@@ -341,7 +341,7 @@ def test_a_size_of_zero_names_the_file_and_the_field(tmp_path: Path, memory: Mem
 def test_unknown_load_format_and_backend(tmp_path: Path, memory: Memory) -> None:
     save_tiny(tmp_path)
     with pytest.raises(ConfigurationError, match="known: auto, random"):
-        resolve_model(ModelConfig(source=str(tmp_path), load_format="npz"))
+        ModelConfig(source=str(tmp_path), load_format="npz")
     with pytest.raises(ConfigurationError, match="on cpu there are auto, sdpa"):
         load(tmp_path, memory, attention_backend="flash")
 

@@ -255,11 +255,8 @@ def test_a_connector_that_works_by_layer_is_told_of_every_layer(folder: Path) ->
     assert connector.calls == [*by_layer, "wait for save", "finished", "shutdown"]
 
 
-def test_threads_are_set_and_checked(folder: Path) -> None:
+def test_threads_are_set(folder: Path) -> None:
     before = torch.get_num_threads()
-    config = EngineConfig(model=ModelConfig(source=str(folder), threads=0))
-    with pytest.raises(ConfigurationError, match="threads 0"):
-        Worker(config, resolve_model(config.model))
     worker = make_worker(folder, threads=1)
     try:
         assert torch.get_num_threads() == worker.threads == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as as_json
 import logging
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -14,7 +14,6 @@ from rich.table import Table
 
 from torpor.cli.console import err, guarded, options, out
 from torpor.cli.values import typed_option
-from torpor.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torpor.testing.connectors import Outcome, Report
@@ -40,7 +39,7 @@ def check_connector(
         ),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this item, by its name; repeatable.", metavar="ITEM")] = None,
-    memory_driver: Annotated[str, typer.Option(help="Where the KV caches are: host or cuda.")] = "host",
+    memory_driver: Annotated[Literal["host", "cuda"], typer.Option(help="Where the KV caches are.")] = "host",
     seed: Annotated[int, typer.Option(help="Of the random layouts and prompts.")] = 0,
     patience: Annotated[
         float, typer.Option(help="How many times longer than usual everything may take: for an emulated machine.")
@@ -63,10 +62,6 @@ def check_connector(
     if explain:
         out.print(_explained([(item.name, item.proves, item.says) for item in items]))
         return
-    if memory_driver not in ("host", "cuda"):
-        raise ConfigurationError(
-            f"--memory-driver {memory_driver!r} is neither host nor cuda", setting="--memory-driver", value=memory_driver
-        )
     memory = MemoryConfig(driver="cuda", extent_bytes=CUDA_EXTENT_BYTES) if memory_driver == "cuda" else None
     extra = dict(typed_option("--option", o) for o in option or ())
     settings = dict(typed_option("--setting", s) for s in setting or ())

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo
@@ -30,6 +30,7 @@ class Flag:
     parse: Callable[[str], Any] | None = None
     negates: bool = False
     metavar: str | None = None
+    choices: tuple[str, ...] = ()  # for a field that takes any text
     required: bool = False
     many: bool = False  # repeatable, and several values after one flag are one URL list
 
@@ -73,6 +74,8 @@ class Flag:
             return list[str]
         if self.negates:
             return bool
+        if self.choices:
+            return Literal[self.choices]
         if self.parse is not None:
             return str | None
         return get_type_hints(self.config)[self.field]
@@ -89,14 +92,15 @@ def collect(config: type, flags: Sequence[Flag], values: Values) -> dict[str, An
 
 
 @contextmanager
-def naming_flags(flags: Sequence[Flag]) -> Iterator[None]:
-    """An error about a setting, by the name of its field or of its flag, also names the flag that sets it."""
+def naming_flags(flags: Sequence[Flag], others: Mapping[str, str] | None = None) -> Iterator[None]:
+    """An error about a setting, by the name of its field or of its flag, also names the flag that sets it. ``others``: flags of
+    settings that are no fields."""
     try:
         yield
     except (ConfigurationError, DeviceMemoryError) as error:
         setting = error.fields.get("setting")
         fitting = sorted((f for f in flags if setting in (f.name, f.field)), key=lambda f: f.name != setting)
-        named = fitting[0].flag if fitting else None
+        named = fitting[0].flag if fitting else (others or {}).get(str(setting))
         if named is None or named in error.message:
             raise
         raise type(error)(f"{error.message} ({named})", **{**error.fields, "setting": named}) from error

@@ -21,10 +21,12 @@ from torpor.connectors.config import ConnectorConfig
 from torpor.engine import collector
 from torpor.engine.base import EngineInfo
 from torpor.engine.config import EngineConfig, SleepConfig
+from torpor.engine.kv_connector import choose_connector
 from torpor.errors import ConfigurationError
 from torpor.kvcache.config import CacheConfig
 from torpor.memory.config import MemoryConfig
 from torpor.models.config import ModelConfig
+from torpor.models.places import find_model
 from torpor.scheduler.config import SchedulerConfig
 from torpor.server.config import ServerConfig
 
@@ -43,6 +45,7 @@ A prefill/decode pair is two of these with --kv-connector, and a router:
     torpor router --prefill http://localhost:8001 --decode http://localhost:8002
 """
 
+LIGHT_CONNECTORS = ("ipc", "nixl", "mooncake", "offload")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 EXTRA = (
@@ -84,12 +87,15 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(values: Mapping[str, Any]) -> None:
+    options = {o.partition("=")[0]: "--kv-option" for o in values["kv_option"] or ()}
+    with naming_flags(SERVE_FLAGS, options):
+        config, server_config = engine_config(values), server_config_of(values)
+        check_at_the_door(config)
+
     from torpor.engine.client import AsyncEngineClient
     from torpor.engine.frontend import Frontend
     from torpor.server import run_server
 
-    with naming_flags(SERVE_FLAGS):
-        config, server_config = engine_config(values), server_config_of(values)
     configure_logging(values["log_level"])
     progress = Progress(f"starting {config.model.source}")
 
@@ -110,7 +116,7 @@ def serve(values: Mapping[str, Any]) -> None:
         collector.settle()
         err.print(startup_table(frontend.info, url))
 
-    with naming_flags(SERVE_FLAGS):  # what the core says of its configuration
+    with naming_flags(SERVE_FLAGS, options):  # what the core says of its configuration
         stopped_by = run_server(server_config, start, on_started)
     if stopped_by is not None:  # before it served: a shell says so of any program
         raise typer.Exit(128 + stopped_by)
@@ -130,6 +136,14 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
         connector=connector_config(values),
         sleep=SleepConfig(**collect(SleepConfig, SERVE_FLAGS, values)),
     )
+
+
+def check_at_the_door(config: EngineConfig) -> None:
+    """Raises what the core would raise, seconds later: of the model's name, and of a connector whose module does not bring in
+    torch."""
+    if config.connector is not None and config.connector.connector in LIGHT_CONNECTORS:
+        choose_connector(config.connector, config.sleep)
+    find_model(config.model.source)
 
 
 def connector_config(values: Mapping[str, Any]) -> ConnectorConfig | None:

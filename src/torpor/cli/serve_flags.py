@@ -7,8 +7,8 @@ from torpor.cli.values import parse_bytes, read_secret
 from torpor.connectors.config import ConnectorConfig
 from torpor.engine.config import SleepConfig
 from torpor.kvcache.config import CacheConfig
-from torpor.memory.config import MemoryConfig
-from torpor.models.config import ModelConfig
+from torpor.memory.config import DRIVERS, MemoryConfig
+from torpor.models.config import ATTENTION_BACKENDS, DTYPES, FUSED_LAYERS, LOAD_FORMATS, ModelConfig
 from torpor.scheduler.config import SchedulerConfig
 from torpor.server.config import ServerConfig
 
@@ -50,7 +50,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     ),
     _flag(SERVER, ServerConfig, "access_log", "Log every request."),
     _flag(MODEL, ModelConfig, "served_name", "Name in the API. Default: the last part of MODEL.", "--served-model-name"),
-    _flag(MODEL, ModelConfig, "dtype", "auto, float32, bfloat16 or float16. auto: float32 on CPUs without bf16 units."),
+    _flag(MODEL, ModelConfig, "dtype", "auto: the checkpoint's, but float32 on CPUs without bf16 units.", choices=DTYPES),
     _flag(MODEL, ModelConfig, "max_model_len", "Longest context in tokens. Default: the model's own."),
     _flag(
         MODEL,
@@ -58,12 +58,18 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         "threads",
         "Threads per operation. Default: the cores this process may use; more than are free is slow.",
     ),
-    _flag(MODEL, ModelConfig, "attention_backend", "How attention reads the paged KV cache."),
+    _flag(MODEL, ModelConfig, "attention_backend", "How attention reads the paged KV cache.", choices=ATTENTION_BACKENDS),
     _flag(MODEL, ModelConfig, "enforce_eager", "Capture no CUDA graphs: slower steps, a faster start, less memory."),
-    _flag(MODEL, ModelConfig, "fused_layers", "Layers of few kernels where the model allows it: auto (on a GPU), on or off."),
+    _flag(
+        MODEL,
+        ModelConfig,
+        "fused_layers",
+        "Layers of few kernels where the model allows it. auto: on a GPU.",
+        choices=FUSED_LAYERS,
+    ),
     _flag(MODEL, ModelConfig, "deterministic", "Answers that do not depend on what else is in the batch. Slower."),
     _flag(MODEL, ModelConfig, "cache_dir", "Folder of converted models and compiled Python (~/.cache/torpor).", metavar="FOLDER"),
-    _flag(MODEL, ModelConfig, "load_format", "auto, or random: random weights for a folder with only a config."),
+    _flag(MODEL, ModelConfig, "load_format", "random: random weights for a folder with only a config.", choices=LOAD_FORMATS),
     _flag(MODEL, ModelConfig, "trust_remote_code", "Run code that comes with the model. Only for models you trust."),
     _flag(
         CACHE,
@@ -118,8 +124,9 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         SLEEP,
         MemoryConfig,
         "driver",
-        "Where memory is: cuda, host, or auto: cuda where there is a GPU that torch can use.",
+        "Where memory is. auto: cuda where there is a GPU that torch can use, else host.",
         "--memory-driver",
+        choices=DRIVERS,
     ),
     _flag(SLEEP, MemoryConfig, "device", "Device number of the driver."),
     _flag(

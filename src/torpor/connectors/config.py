@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,3 +30,11 @@ class ConnectorConfig:
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port <= MAX_PORT:
             raise ConfigurationError(f"kv_port is {self.port!r}: must be 0 to {MAX_PORT}", setting="kv_port", value=self.port)
+        if self.role not in KV_ROLES:
+            raise ConfigurationError(
+                f"kv_role {self.role!r} is none of {', '.join(KV_ROLES)}", setting="kv_role", value=self.role
+            )
+        for setting, least in (("withdraw_timeout_s", "0 or more"), ("lease_heartbeat_s", "more than 0")):
+            value = getattr(self, setting)
+            if not (math.isfinite(value) and value >= 0) or (value == 0 and least == "more than 0"):
+                raise ConfigurationError(f"{setting} is {value}: must be a number, {least}", setting=setting, value=value)

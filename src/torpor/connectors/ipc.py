@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torpor._native import BlockCopy, Import, Words
 from torpor.connectors import doors, gather
+from torpor.connectors.auth import load_secret
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.doors import Credentials, UnixDoor
@@ -253,10 +254,20 @@ class IpcConnector(KVConnector):
     supports_weight_updates: ClassVar[bool] = True
 
     @classmethod
+    def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        _options(config)
+        load_secret(config.secret_file)
+        return cls
+
+    @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:
         return PullScheduler(config, spec)
 
     @classmethod
     def create_worker(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorWorker:
-        options = Options.of(config, known={"socket_dir"})
+        options = _options(config)
         return PullWorker(config, spec, IpcTransport(config, options), options)
+
+
+def _options(config: ConnectorConfig) -> Options:
+    return Options.of(config, known={"socket_dir"})

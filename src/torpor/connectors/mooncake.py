@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
+from torpor.connectors.auth import check_host, load_secret
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.fence import FencePage
@@ -150,6 +151,12 @@ class MooncakeConnector(KVConnector):
 
     supports_sleep_mode: ClassVar[bool] = True
     supports_weight_updates: ClassVar[bool] = True
+
+    @classmethod
+    def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        Options.of(config, known=OPTIONS)
+        check_host(config.host, load_secret(config.secret_file))
+        return cls
 
     @classmethod
     def create_scheduler(cls, config: ConnectorConfig, spec: KVCacheSpec) -> KVConnectorScheduler:

@@ -14,7 +14,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, ClassVar
 
-from torpor.connectors.auth import is_loopback
+from torpor.connectors.auth import check_host, is_loopback, load_secret
 from torpor.connectors.base import KVConnector, KVConnectorScheduler, KVConnectorWorker, TransferStats
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.fence import FencePage
@@ -153,6 +153,7 @@ class NixlConnector(KVConnector):
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
+        check_host(config.host, load_secret(config.secret_file))
         return cls if _options(config).backend == UCX else _AwakeOnly
 
     @classmethod

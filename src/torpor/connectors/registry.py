@@ -17,14 +17,19 @@ KNOWN = {
 }
 
 
-def get_connector(name: str) -> type[KVConnector]:
-    """``name``: a known one, or ``module:Class``. ConnectorError lists the known names, or says what to install."""
-    path = KNOWN.get(name, name)
-    module_name, _, class_name = path.partition(":")
+def check_name(name: str) -> tuple[str, str]:
+    """The module and the class that ``name`` means; nothing is imported. ConnectorError lists the known names."""
+    module_name, _, class_name = KNOWN.get(name, name).partition(":")
     if not module_name or not class_name:
         raise ConnectorError(
             f"connector {name!r} is not known; known: {', '.join(KNOWN)}, or module:Class", connector=name, setting="kv_connector"
         )
+    return module_name, class_name
+
+
+def get_connector(name: str) -> type[KVConnector]:
+    """``name``: a known one, or ``module:Class``. ConnectorError lists the known names, or says what to install."""
+    module_name, class_name = check_name(name)
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

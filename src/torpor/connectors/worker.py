@@ -12,7 +12,7 @@ from torpor.connectors import geometry as geometries
 from torpor.connectors import wire
 from torpor.connectors.auth import load_secret
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
-from torpor.connectors.config import KV_ROLES, ConnectorConfig
+from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.descriptors import make_room
 from torpor.connectors.fence import FencePage, new_lease_key
 from torpor.connectors.geometry import KV_TAG, Geometry
@@ -23,7 +23,7 @@ from torpor.connectors.pins import NoPins, PinWatch
 from torpor.connectors.reader import Reader
 from torpor.connectors.reception import Reception
 from torpor.connectors.transport import Transport
-from torpor.errors import BugError, ConfigurationError, StateError, TorporError
+from torpor.errors import BugError, StateError, TorporError
 from torpor.kvcache.types import Epoch, KVCacheSpec
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ class PullWorker(KVConnectorWorker):
     ) -> None:
         if config.engine_id is None:
             raise BugError("a connector's engine_id is chosen before its sides are made")
-        if config.role not in KV_ROLES:
-            raise ConfigurationError(
-                f"kv_role {config.role!r} is none of {', '.join(KV_ROLES)}", setting="kv_role", value=config.role
-            )
         self._config = config
         self._spec = spec
         self._transport = transport

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.registry import check_name
 from torpor.errors import ConfigurationError
 from torpor.kvcache.config import CacheConfig
 from torpor.memory.config import MemoryConfig
@@ -62,3 +63,5 @@ class EngineConfig:
         if self.memory.share_images and not self.sleep.pools:
             message = "share_images shares the images of a sleep: it needs enable_sleep_mode or enable_pools"
             raise ConfigurationError(message, setting="share_images", value=True)
+        if self.connector is not None:
+            check_name(self.connector.connector)

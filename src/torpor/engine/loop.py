@@ -87,8 +87,9 @@ class CoreLoop:
             self.core = self._start()
             self._serve(self.core)
         except Exception as caught:
-            error = caught
-            log.log(logging.ERROR, "the engine core ends: %s", error, exc_info=not isinstance(error, TorporError))
+            error, foreseen = caught, isinstance(caught, TorporError)
+            level = logging.DEBUG if foreseen and self.core is None else logging.ERROR  # the client's start raises it, and tells
+            log.log(level, "the engine core ends: %s", error, exc_info=not foreseen)
         self._finish(self.core, error)
         return error
 

@@ -31,7 +31,6 @@ from torpor.engine.client import core_factory
 from torpor.engine.core import EngineCore
 from torpor.engine.loop import CoreFactory, CoreLoop
 from torpor.engine.process_handle import Bootstrap
-from torpor.errors import TorporError
 
 ORPHAN_S = 5.0  # how long a core without a client may take to put its things away
 EXIT_FAILED, EXIT_ORPHAN = 1, 3
@@ -56,8 +55,6 @@ def main() -> int:
     error = CoreLoop(settled(core_factory(bootstrap.config)), channel).run()
     ended.set()
     channel.close()
-    if error is not None and not isinstance(error, TorporError):
-        logging.getLogger(__name__).error("the engine core failed: %r", error)
     return 0 if error is None else EXIT_FAILED
 
 

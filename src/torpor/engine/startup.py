@@ -69,6 +69,9 @@ def start_core(
 ) -> EngineCore:
     """An engine core that is awake. Blocks while it loads. When it raises, everything it had taken is given back."""
     timer = PhaseTimer(progress, time.monotonic)
+    kind_and_config = None
+    if config.connector is not None:  # before what takes seconds: most of what can be wrong with one shows without it
+        kind_and_config = timer.run("choosing the connector", lambda: choose_connector(_with_lease(config), config.sleep))
     timer.run("importing the model libraries", import_model_libraries)
     from torpor.engine.head_start import HeadStart
     from torpor.engine.worker import Worker
@@ -76,7 +79,6 @@ def start_core(
 
     config = on_this_machine(config)
     with contextlib.closing(HeadStart(config)) as head_start:
-        kind_and_config = choose_connector(_with_lease(config), config.sleep) if config.connector else None
         resolved = timer.run("checking the model", lambda: resolve_model(config.model, progress))
         guarded = kind_and_config is None or kind_and_config[0].guarded
         executor = UniprocExecutor(Worker(config, resolved, memory=head_start.memory(), kv_guarded=guarded))

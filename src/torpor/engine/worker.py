@@ -273,8 +273,6 @@ class Worker:
 
 def _set_threads(setting: int | None) -> int:
     """More threads than free cores are far slower than one, so the number is always set on purpose."""
-    if setting is not None and setting < 1:
-        raise ConfigurationError(f"threads {setting} must be at least 1", setting="threads", value=setting)
     threads = setting if setting is not None else min(usable_cores(), torch.get_num_threads())
     torch.set_num_threads(threads)
     return threads

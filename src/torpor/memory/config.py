@@ -13,11 +13,12 @@ AUTO = "auto"
 BY_DRIVER = -1
 EXTENT_BYTES = {"host": 64 << 20, "cuda": 512 << 20}
 """A GPU takes the longer the more pieces there are, and for very large ones too; a processor takes several at once."""
+DRIVERS = (AUTO, *EXTENT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """ConfigurationError for a value that cannot be; whether the driver exists is found out by ``Memory``."""
+    """ConfigurationError for a value that cannot be; whether there is such a device is found out by ``Memory``."""
 
     driver: DriverName = AUTO  # cuda where there is a GPU that torch can use, else host
     device: int = 0
@@ -28,6 +29,7 @@ class MemoryConfig:
     copy_threads: int | None = None  # None: the cores this process may use, at most 12
 
     def __post_init__(self) -> None:
+        _check(self.driver in DRIVERS, "driver", self.driver, f"must be one of {', '.join(DRIVERS)}")
         by_driver = self.extent_bytes == BY_DRIVER
         if by_driver and self.driver != AUTO:  # else when it is known which one that is
             object.__setattr__(self, "extent_bytes", EXTENT_BYTES.get(self.driver, EXTENT_BYTES["host"]))

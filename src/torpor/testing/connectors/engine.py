@@ -39,8 +39,8 @@ class SuiteEngine(KVEngine):
     ) -> None:
         self._subject = subject
         memory = subject.memory or MemoryConfig(driver="host", extent_bytes=1 << 20)
-        self._device = Device.open(memory.driver, memory.device, faults=True)
         config = subject.with_settings(settings).config(role, engine_id, folder)
+        self._device = Device.open(memory.driver, memory.device, faults=True)
         try:
             super().__init__(config, spec or SMALL_SPEC, kind=subject.kind, device=self._device, memory=memory)
         except BaseException:
