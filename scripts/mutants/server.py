@@ -6,14 +6,33 @@ from mutants.mutant import Mutant
 
 ADMIN = "src/torpor/server/admin.py"
 AUTH = "src/torpor/server/auth.py"
+CONNECTOR_AUTH = "src/torpor/connectors/auth.py"
 CONTEXT = "src/torpor/server/context.py"
 ERRORS = "src/torpor/web/errors.py"
 HEALTH = "src/torpor/server/health_routes.py"
 MIDDLEWARE = "src/torpor/web/middleware.py"
 ADMIN_TESTS = "tests/unit/test_server_admin.py::"
 ERROR_TESTS = "tests/unit/test_server_errors.py::"
+OPEN_DOORS = "src/torpor/cli/open_doors.py"
+WARNING_TESTS = "tests/unit/test_cli_warnings.py::"
 
 MUTANTS = (
+    Mutant(
+        "open-doors-are-silent",
+        OPEN_DOORS,
+        'return is_loopback(urlsplit(url).hostname or "")',
+        "return True",
+        "a model is open to the network, and nobody was told",
+        WARNING_TESTS + "test_a_server_that_others_reach_says_what_is_open",
+    ),
+    Mutant(
+        "secrets-of-all-are-silent",
+        CONNECTOR_AUTH,
+        "stat.S_IROTH | stat.S_IWOTH",
+        "stat.S_IWOTH",
+        "every user of the machine reads the admin token",
+        WARNING_TESTS + "test_a_secret_that_everybody_can_get_at",
+    ),
     Mutant(
         "admin-door-open",
         AUTH,

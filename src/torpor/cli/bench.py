@@ -17,6 +17,7 @@ from rich.table import Table
 from torpor.cli.client import NO_PROXY, with_scheme
 from torpor.cli.console import err, guarded, out
 from torpor.cli.load import LoadConfig, Sample, run_load
+from torpor.cli.values import warn_if_exposed
 from torpor.errors import ConfigurationError, PeerError
 
 PERCENTILES = (50, 90, 99)
@@ -89,6 +90,7 @@ def read_api_key(path: Path) -> str:
     if not key or not key.isascii() or not key.isprintable():
         message = f"--api-key-file {path} must begin with a line of printable ASCII characters"
         raise ConfigurationError(message, setting="--api-key-file", value=str(path))
+    warn_if_exposed(str(path))
     return key
 
 

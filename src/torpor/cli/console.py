@@ -65,6 +65,11 @@ def report(error: Exception) -> int:
     return EXIT_FAILED
 
 
+def warn(message: str) -> None:
+    """One line about what works, and should not stay as it is."""
+    err.print(f"[bold yellow]warning:[/bold yellow] {escape(message)}", soft_wrap=True)
+
+
 class Progress:
     """Says what is being waited for: a spinner on a terminal, else a line per phase. A context manager; call it to report."""
 

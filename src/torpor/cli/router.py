@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
-from torpor.cli.console import err, guarded
+from torpor.cli.console import err, guarded, warn
 from torpor.cli.flags import Flag, collect, command, naming_flags
+from torpor.cli.open_doors import open_doors_of_router
 from torpor.cli.values import parse_bytes
 from torpor.router.config import RouterConfig
 
@@ -37,7 +38,7 @@ ROUTER_FLAGS: tuple[Flag, ...] = (
         ENGINES, "decode", "A decode engine; repeatable, or several after one flag.", metavar="URL...", many=True, required=True
     ),
     _flag(ENGINES, "policy", "Which engine is asked next."),
-    _flag(ROUTER, "host", "Address to listen on."),
+    _flag(ROUTER, "host", "Address to listen on. 0.0.0.0 or :: for all; then give the engines an --api-key-file."),
     _flag(ROUTER, "port", "TCP port; 0 takes any free one and prints it."),
     _flag(ROUTER, "max_body_bytes", "Largest request body, such as 32MiB.", parse=parse_bytes, metavar="SIZE"),
     _flag(ROUTER, "max_connections", "Connections to engines at once."),
@@ -69,5 +70,7 @@ def route(values: Mapping[str, Any]) -> None:
 
     def on_started(url: str) -> None:
         err.print(f"torpor router at {url}: prefill at {prefill}, decode at {', '.join(config.decode)}", soft_wrap=True)
+        if (open_to_all := open_doors_of_router(url)) is not None:
+            warn(open_to_all)
 
     run_router(config, on_started)

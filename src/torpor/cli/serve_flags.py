@@ -20,7 +20,7 @@ def _flag(panel: str, config: type, field: str, help_text: str, flag: str | None
 
 
 SERVE_FLAGS: tuple[Flag, ...] = (
-    _flag(SERVER, ServerConfig, "host", "Address to listen on. 0.0.0.0 or :: for all; then set an admin token."),
+    _flag(SERVER, ServerConfig, "host", "Address to listen on. 0.0.0.0 or :: for all; then set an API key and an admin token."),
     _flag(SERVER, ServerConfig, "port", "TCP port; 0 takes any free one and prints it."),
     _flag(
         SERVER,

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from torpor.cli.console import warn
 from torpor.errors import ConfigurationError
 
 UNITS = {
@@ -40,7 +41,7 @@ def parse_bytes(text: str) -> int:
 
 
 def read_secret(path: str) -> str:
-    """The first line of a file; its content stays out of the process list."""
+    """The first line of a file; its content stays out of the process list. Warns of a file that others may read."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -50,7 +51,16 @@ def read_secret(path: str) -> str:
         raise typer.BadParameter(
             f"{path!r} must hold a token of at least {MIN_SECRET_CHARS} printable ASCII characters in its first line"
         )
+    warn_if_exposed(path)
     return secret
+
+
+def warn_if_exposed(path: str) -> None:
+    from torpor.connectors.auth import exposure  # with numpy: not for commands without a secret
+
+    exposed = exposure(path)
+    if exposed is not None:
+        warn(exposed)
 
 
 def split_option(flag: str, text: str, form: str = "KEY=VALUE") -> tuple[str, str]:

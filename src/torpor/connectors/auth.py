@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from torpor.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 16
+MOUNTED_SECRETS = Path("/run/secrets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,29 @@ def load_secret(path: str | None) -> bytes | None:
     return secret
 
 
+def exposure(path: str) -> str | None:
+    """What is wrong when every user of this machine can read or write a file that holds a secret, with what to do.
+
+    Not of what Docker and Kubernetes mount (/run/secrets, or any read-only mount): its modes, 0444 and 0644, are not the
+    operator's to change, and nobody else is in the container. A group that may read it is somebody's choice: so a service gets a
+    secret that is root's. A pipe (``<(...)``) has no readers but us."""
+    try:
+        found, whole = os.stat(path), Path(path).resolve()
+        mounted = MOUNTED_SECRETS.resolve() in whole.parents or bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:  # whoever reads it says so
+        return None
+    if not stat.S_ISREG(found.st_mode) or not found.st_mode & (stat.S_IROTH | stat.S_IWOTH) or mounted:
+        return None
+    mode = stat.S_IMODE(found.st_mode)
+    return f"{path} holds a secret, and every user of this machine can get at it (mode {mode:o}): chmod 600 {path}"
+
+
 def is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 def check_host(host: str, secret: bytes | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torpor.connectors import geometry as geometries
 from torpor.connectors import wire
-from torpor.connectors.auth import load_secret
+from torpor.connectors.auth import exposure, load_secret
 from torpor.connectors.base import ConnectorMetadata, ConnectorStats, Finished, KVConnectorWorker, PeerStats
 from torpor.connectors.config import ConnectorConfig
 from torpor.connectors.descriptors import make_room
@@ -36,6 +37,13 @@ logger = logging.getLogger(__name__)
 MIN_LEASE_SLOTS = 1024
 
 
+@functools.cache
+def _warn_if_exposed(secret_file: str | None) -> None:
+    """Once a process, however many workers share the file."""
+    if secret_file is not None and (exposed := exposure(secret_file)) is not None:
+        logger.warning("%s", exposed)
+
+
 class PullWorker(KVConnectorWorker):
     """Registered: served under ``epoch()``. Released: not served, and nobody holds anything. In between only after a failure: not
     served, but a peer or the transport may hold something; a release goes on from there, a restore begins anew."""
@@ -59,6 +67,7 @@ class PullWorker(KVConnectorWorker):
         self._pins = pins or PinWatch()
         self._settle: Callable[[], None] = _nothing  # waits until the device has done all that it was asked to
         self._secret = load_secret(config.secret_file)
+        _warn_if_exposed(config.secret_file)
         self._clock = clock
         self._tell: Callable[[], None] = _nothing
         self._epoch: Epoch | None = None  # of the last registration

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable
 
 from fastapi import Request
 
+from torpor.connectors.auth import is_loopback
 from torpor.server.config import ServerConfig
 from torpor.web.errors import ApiError
 
@@ -49,21 +49,12 @@ def check_bearer(request: Request, expected: str, what: str) -> None:
 
 def check_local(request: Request) -> None:
     """The connection's own peer must be loopback, and neither a proxy nor a page in a browser may stand behind it."""
-    if not is_loopback(request.client.host if request.client else None):
+    if request.client is None or not is_loopback(request.client.host):
         raise _forbidden("without an admin token this route answers loopback clients only")
     if any(name in request.headers for name in FORWARDING_HEADERS):
         raise _forbidden("without an admin token this route answers no proxy")
     if "origin" in request.headers:
         raise _forbidden("without an admin token this route answers no web page")
-
-
-def is_loopback(host: str | None) -> bool:
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def _forbidden(message: str) -> ApiError:
