@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from rich.console import Console
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 from test_cli_options import run
 from web_fakes import server_app
@@ -119,6 +122,9 @@ def test_the_admin_token_comes_from_a_file(tmp_path: Path, capsys: pytest.Captur
         assert "--admin-token-file" in shown
         assert run(["sleep", live.url, "--admin-token-file", str(path)]) == 0
         assert TOKEN not in "".join(capsys.readouterr())
+        path.write_text("some-other-token")
+        assert run(["sleep", live.url, "--admin-token-file", str(path)]) == 1
+        assert "the server was started with another --admin-token-file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,6 +210,40 @@ def test_nobody_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_urls_that_are_none(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, url]) == 2
     assert f"error: URL {url!r} is n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["memory", "sleep", "bench"])
+def test_an_address_that_is_nearly_right_is_told_how(
+    command: str, server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, server.url.replace("http:", "https:")]) == 1
+    assert "the server does not speak TLS: write http://" in capsys.readouterr().err
+    assert run([command, f"{server.url}/v1/"]) == 2
+    assert "leave out /v1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["memory", "sleep", "bench"])
+def test_another_program_s_web_page_is_not_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    app = FastAPI()
+    app.add_exception_handler(404, lambda request, error: HTMLResponse("<p>Not here</p>", 404))
+    with LiveServer(FakeEngine(), app) as live:
+        assert run([command, live.url]) == 1
+    shown = capsys.readouterr().err
+    assert "another program listens there" in shown
+    assert "<p>" not in shown
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("command", ["sleep", "wake", "pause", "resume", "bench"])
+def test_timeouts_that_are_none(command: str, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "http://127.0.0.1:1", "--timeout-s", seconds]) == 2
+    assert "--timeout-s" in capsys.readouterr().err
+
+
+def test_a_bench_of_a_server_that_is_silent_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert run(["bench", url_of(silent), "--timeout-s", "0.2"]) == 1
+    assert "ReadTimeout" in capsys.readouterr().err
 
 
 def test_a_bench_without_a_success_says_why_and_shows_no_table(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:

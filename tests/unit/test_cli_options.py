@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+from torpor import cli
 from torpor import server as server_module
 from torpor.cli import app as cli_app
 from torpor.cli import demo as demo_command
@@ -371,6 +372,16 @@ def test_the_list_of_commands_says_what_their_help_says() -> None:
         found = commands[command.name]
         first = (found.help or found.callback.__doc__ or "").strip().splitlines()[0]  # type: ignore[union-attr]
         assert command.summary == first or command.module == "torpor.cli.demo"
+
+
+def test_an_interrupt_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_app.importlib, "import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "m"])
+    assert ended.value.code == 130
 
 
 def test_only_the_command_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.markup import escape
 
-from torpor.cli.client import AdminClient, Token, Url
+from torpor.cli.client import MAX_TIMEOUT_S, AdminClient, Token, Url
 from torpor.cli.console import err, guarded, out
 from torpor.cli.pools import pools_view, report_view
 from torpor.cli.values import split_option
@@ -20,7 +20,7 @@ from torpor.cli.values import split_option
 Mode = Literal["abort", "wait", "keep"]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's JSON instead of a table.")]
 ModeOption = Annotated[Mode | None, typer.Option(help="Running requests: ended, waited for, or frozen to go on later.")]
-TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for the server's answer.")]
+TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for the server's answer.", min=0.1, max=MAX_TIMEOUT_S)]
 
 READ_S = 10.0
 OPERATION_S = 600.0
@@ -36,7 +36,7 @@ def memory(
     url: Url,
     once: Annotated[bool, typer.Option("--once", help="Print the table and end.")] = False,
     as_json: AsJson = False,
-    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1, max=MAX_TIMEOUT_S)] = 1.0,
     token: Token = None,
 ) -> None:
     """Show a server's pools: what is resident, what is in host images, who waits.

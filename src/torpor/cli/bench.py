@@ -14,7 +14,7 @@ import typer
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from torpor.cli.client import NO_PROXY, with_scheme
+from torpor.cli.client import MAX_TIMEOUT_S, NO_PROXY, with_scheme
 from torpor.cli.console import err, guarded, out
 from torpor.cli.load import LoadConfig, Sample, run_load
 from torpor.cli.values import warn_if_exposed
@@ -41,7 +41,7 @@ def bench(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate max-tokens (a vLLM extra).")] = False,
     model: Annotated[str | None, typer.Option(help="Model name. Default: the first that the server lists.")] = None,
     seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
-    timeout_s: Annotated[float, typer.Option(help="Seconds for one request.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for one request.", min=0.1, max=MAX_TIMEOUT_S)] = 300.0,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure as JSON on standard output.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ from torpor.cli.values import read_secret
 from torpor.errors import ConfigurationError, EngineDeadError, PeerError, StateError, TorporError
 
 CONNECT_S = 5.0
+MAX_TIMEOUT_S = 7 * 86400.0  # no timeout of the system's takes infinity
 # A proxy that the environment names is for other machines: to it, loopback is its own.
 NO_PROXY: dict[str, None] = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
 
@@ -62,7 +63,7 @@ class AdminClient:
         except httpx.TimeoutException as e:
             raise PeerError(f"{self._url} did not answer in time ({type(e).__name__})", peer=self._url) from e
         except (httpx.HTTPError, httpx.InvalidURL) as e:
-            raise PeerError(f"cannot reach {self._url}: {e}", peer=self._url) from e
+            raise PeerError(f"cannot reach {self._url}: {in_plain_words(e)}", peer=self._url) from e
         if answer.status_code != 200:
             raise answer_error(answer, path, self._url)
         found = json_of(answer)
@@ -90,7 +91,11 @@ def error_fields(answer: httpx.Response) -> dict[str, Any]:
     """``message``, and ``code`` and ``param`` where the server says them."""
     found = json_of(answer)
     error = found.get("error") if isinstance(found, dict) else None
-    return error if isinstance(error, dict) and "message" in error else {"message": answer.text[:200]}
+    if isinstance(error, dict) and "message" in error:
+        return error
+    if "html" in answer.headers.get("content-type", ""):
+        return {"message": "a web page; another program listens there, or a proxy answers for the server"}
+    return {"message": answer.text[:200]}
 
 
 def answer_error(answer: httpx.Response, path: str, url: str) -> TorporError:
@@ -105,6 +110,8 @@ def answer_error(answer: httpx.Response, path: str, url: str) -> TorporError:
         return ConfigurationError(said if option is None else f"{said} ({option})", setting=option or "", value=None)
     if code == "missing_authorization":
         said += "; --admin-token-file FILE gives it"
+    elif code == "invalid_authorization":
+        said += ": the server was started with another --admin-token-file"
     return StateError(said, state=str(answer.status_code))
 
 
@@ -114,6 +121,13 @@ def option_of(path: str, param: object) -> str | None:
     if (path, field) == ("/sleep", "tags"):  # what a tag is unknown by; a sleep names them in its policies
         field = "policies"
     return OPTIONS.get(field)
+
+
+def in_plain_words(error: Exception) -> str:
+    """Why nobody could be asked. httpx has no words for a timeout, and OpenSSL its own for a server that speaks no TLS."""
+    if "WRONG_VERSION_NUMBER" in str(error):
+        return "the server does not speak TLS: write http://"
+    return str(error) or type(error).__name__
 
 
 def in_our_words(message: str, url: str) -> str:
@@ -132,4 +146,6 @@ def with_scheme(url: str) -> str:
         raise ConfigurationError(f"URL {url!r} is no address: {e}", setting="URL", value=url) from e
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigurationError(f"URL {url!r} is not like http://HOST:PORT", setting="URL", value=url)
+    if parsed.path.rstrip("/").endswith("/v1"):  # what OpenAI's clients want
+        raise ConfigurationError(f"URL {url!r}: leave out /v1, the commands add their routes", setting="URL", value=url)
     return whole.rstrip("/")

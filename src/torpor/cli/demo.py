@@ -7,13 +7,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from torpor.cli.console import guarded, out
 from torpor.demo import DemoConfig, run_demo, run_unfollowed
 from torpor.errors import ConfigurationError
+from torpor.memory.config import DRIVERS
 
 _DEFAULT = DemoConfig()
 KNOWN = ("ipc", "nixl")
@@ -39,7 +40,8 @@ def demo(
         ),
     ] = _DEFAULT.model,
     memory_driver: Annotated[
-        str, typer.Option(help="Where the engines' memory is, as for serve. With two GPUs each engine takes one.")
+        Literal[DRIVERS],  # type: ignore[valid-type]
+        typer.Option(help="Where the engines' memory is, as for serve. With two GPUs each engine takes one."),
     ] = _DEFAULT.memory_driver,
     json: Annotated[Path | None, typer.Option(help="Also write the results to this file.")] = None,
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from torpor.cli.client import error_fields, in_our_words
+from torpor.cli.client import error_fields, in_our_words, in_plain_words
 from torpor.errors import PeerError
 
 WORDS = ("winter", "river", "stone", "lamp", "garden", "paper", "quiet", "signal", "harbour", "copper", "meadow", "letter")
@@ -79,9 +79,9 @@ async def first_model(client: httpx.AsyncClient, config: LoadConfig) -> str:
             raise ValueError(words_of(answer, config))
         return str(answer.json()["data"][0]["id"])
     except httpx.ConnectError as e:
-        raise PeerError(f"cannot reach {config.url}: {e}", peer=config.url) from e
+        raise PeerError(f"cannot reach {config.url}: {in_plain_words(e)}", peer=config.url) from e
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as e:
-        raise PeerError(f"{config.url}/v1/models did not name a model: {e or type(e).__name__}", peer=config.url) from e
+        raise PeerError(f"{config.url}/v1/models did not name a model: {in_plain_words(e)}", peer=config.url) from e
 
 
 async def one_request(client: httpx.AsyncClient, config: LoadConfig, model: str, prompt: str) -> Sample:
