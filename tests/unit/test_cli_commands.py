@@ -184,6 +184,18 @@ def test_an_interrupt_says_that_the_server_goes_on(
     assert (said in capsys.readouterr().err) == (what is not None)
 
 
+@pytest.mark.parametrize(("command", "undo"), [("sleep", "wake"), ("pause", "resume"), ("wake", None)])
+def test_a_wait_that_is_over_says_that_the_server_goes_on(
+    command: str, undo: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = url_of(silent)
+        assert run([command, url, "--timeout-s", "0.2"]) == 1
+    shown = capsys.readouterr().err
+    assert f"{url} did not answer within 0.2 s (--timeout-s)" in shown
+    assert undo is None or f"the server goes on with the {command}; `torpor {undo} {url}` cancels it" in shown
+
+
 def test_weights_that_were_read_again_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     tags = [{"tag": t, "mapped_bytes": 1 << 20, "restored_bytes": n} for t, n in (("weights", 0), ("runtime", 1 << 10))]
     out.print(report_view({"state": "awake", "seconds": 0.1, "refilled_tags": ["weights"], "tags": tags}))

@@ -268,6 +268,17 @@ class TestUnixDoor:
         assert caught.value.fields["setting"] == "engine_id"
         door.close()
 
+    @pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/x"])
+    def test_a_folder_that_cannot_be_made_is_a_wrong_setting(self, folder: str) -> None:
+        with pytest.raises(ConfigurationError, match="cannot be made") as caught:
+            UnixDoor(Path(folder) / "a.sock")
+        assert caught.value.fields["setting"] == "socket_dir"
+
+    def test_a_socket_that_cannot_be_made_is_a_wrong_setting(self, path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="cannot listen at") as caught:
+            UnixDoor(path.with_name("a" * 200))
+        assert caught.value.fields["setting"] == "socket_dir"
+
     def test_nobody_there_is_a_peer_error(self, path: Path) -> None:
         with pytest.raises(PeerError, match="socket_dir"):
             dial_unix(path, "engine 'P'", 1.0)

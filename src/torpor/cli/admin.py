@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.markup import escape
 
-from torpor.cli.client import MAX_TIMEOUT_S, AdminClient, Token, Url
+from torpor.cli.client import MAX_TIMEOUT_S, AdminClient, AnswerTimeout, Token, Url
 from torpor.cli.console import err, guarded, out
 from torpor.cli.pools import pools_view, report_view
 from torpor.cli.values import split_option
@@ -119,14 +119,18 @@ def operate(
 
 @contextmanager
 def telling_what_goes_on(url: str, path: str) -> Iterator[None]:
-    """Ctrl-C ends the wait for an answer, not what the server was asked to do."""
+    """Ctrl-C and --timeout-s end the wait for an answer, not what the server was asked to do."""
+    goes_on = ""
+    if path in UNDONE_BY:
+        goes_on = f"the server goes on with the {path.lstrip('/')}; `torpor {UNDONE_BY[path]} {url}` cancels it"
     try:
         yield
     except KeyboardInterrupt:
-        if path in UNDONE_BY:
-            name, undo = path.lstrip("/"), UNDONE_BY[path]
-            err.print(f"the server goes on with the {name}; `torpor {undo} {escape(url)}` cancels it", soft_wrap=True)
+        if goes_on:
+            err.print(escape(goes_on), soft_wrap=True)
         raise
+    except AnswerTimeout as error:
+        raise AnswerTimeout(f"{error.message} (--timeout-s){f': {goes_on}' if goes_on else ''}", **error.fields) from error
 
 
 def show(found: dict[str, Any], as_json: bool, view: Any) -> None:

@@ -39,12 +39,16 @@ Token = Annotated[
 ]
 
 
+class AnswerTimeout(PeerError):
+    """The server has the request, and goes on with it."""
+
+
 class AdminClient:
     """Admin routes of one server. Errors of the server come back as ours, with its message."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float | None) -> None:
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._url = with_scheme(url)
+        self._url, self._timeout_s = with_scheme(url), timeout_s
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), mounts=NO_PROXY)
 
     def __enter__(self) -> AdminClient:
@@ -60,6 +64,8 @@ class AdminClient:
             answer = self._client.request(method, self._url + path, params=given, json=body)
             if answer.status_code == 404:
                 self._refuse_router()
+        except httpx.ReadTimeout as e:
+            raise AnswerTimeout(f"{self._url} did not answer within {self._timeout_s:g} s", peer=self._url) from e
         except httpx.TimeoutException as e:
             raise PeerError(f"{self._url} did not answer in time ({type(e).__name__})", peer=self._url) from e
         except (httpx.HTTPError, httpx.InvalidURL) as e:

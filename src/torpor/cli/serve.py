@@ -19,6 +19,7 @@ from torpor.cli.open_doors import open_doors_of_server
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
 from torpor.cli.values import typed_option
 from torpor.connectors.config import ConnectorConfig
+from torpor.connectors.doors import TcpDoor
 from torpor.engine import collector
 from torpor.engine.base import EngineInfo
 from torpor.engine.config import EngineConfig, SleepConfig
@@ -46,7 +47,8 @@ A prefill/decode pair is two of these with --kv-connector, and a router:
     torpor router --prefill http://localhost:8001 --decode http://localhost:8002
 """
 
-LIGHT_CONNECTORS = ("ipc", "nixl", "mooncake", "offload")
+LISTENING_CONNECTORS = ("nixl", "mooncake")  # on --kv-host and --kv-port
+LIGHT_CONNECTORS = ("ipc", "offload", *LISTENING_CONNECTORS)
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 EXTRA = (
@@ -142,10 +144,13 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def check_at_the_door(config: EngineConfig) -> None:
-    """Raises what the core would raise, seconds later: of the model's name, and of a connector whose module does not bring in
-    torch."""
-    if config.connector is not None and config.connector.connector in LIGHT_CONNECTORS:
-        choose_connector(config.connector, config.sleep)
+    """Raises what the core would raise, seconds or minutes later: of the model's name, and of a connector whose module does not
+    bring in torch."""
+    connector = config.connector
+    if connector is not None and connector.connector in LIGHT_CONNECTORS:
+        choose_connector(connector, config.sleep)
+        if connector.connector in LISTENING_CONNECTORS:
+            TcpDoor(connector.host, connector.port).close()
     find_model(config.model.source)
 
 

@@ -90,10 +90,17 @@ def socket_path(folder: Path, engine_id: str) -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """A folder that only we can enter. ConfigurationError when somebody else's is in its place."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
+    """A folder that only we can enter. ConfigurationError when it cannot be made, or somebody else's is in its place."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"socket_dir {str(folder)!r} cannot be made: {error.strerror}; name a folder of ours with the option socket_dir",
+            setting="socket_dir",
+            value=str(folder),
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
             f"socket_dir {str(folder)!r} must be a folder of ours with mode 0700; it is uid {found.st_uid}'s, "
@@ -243,7 +250,11 @@ def _bind_unix(path: Path) -> socket.socket:
             sock.bind(os.fspath(path))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise ConfigurationError(
+                    f"cannot listen at {path}: {error.strerror or error}; name a folder of ours with the option socket_dir",
+                    setting="socket_dir",
+                    value=str(path.parent),
+                ) from error
             if _answers(path):
                 raise ConfigurationError(
                     f"another engine with this kv engine_id listens at {path}: give each engine its own",

@@ -255,8 +255,10 @@ class IpcConnector(KVConnector):
 
     @classmethod
     def configured(cls, config: ConnectorConfig) -> type[KVConnector]:
-        _options(config)
+        options = _options(config)
         load_secret(config.secret_file)
+        if options.socket_dir is not None:
+            doors.make_private_folder(doors.socket_path(Path(options.socket_dir), "any").parent)
         return cls
 
     @classmethod
