@@ -14,8 +14,10 @@ from installed_connectors import engine as connector_engine
 from torpor import router as router_module
 from torpor import server as server_module
 from torpor.cli.app import main
+from torpor.cli.open_doors import open_doors_of_connector
 from torpor.connectors import auth
 from torpor.connectors.auth import exposure
+from torpor.connectors.config import ConnectorConfig
 from torpor.testing.fake_engine import FakeEngine
 
 SECRET = "a-secret-of-thirty-two-characters"
@@ -83,6 +85,14 @@ def test_a_router_that_others_reach_says_whose_key_it_asks_for(
     (line,) = warnings_of(capsys.readouterr().err)
     assert "http://0.0.0.0:8080" in line
     assert "--api-key-file" in line
+
+
+def test_only_a_transport_that_asks_for_no_secret_is_warned_of() -> None:
+    for name, host, said in (("mooncake", "10.0.0.1", True), ("mooncake", "127.0.0.1", False), ("nixl", "10.0.0.1", False)):
+        line = open_doors_of_connector(ConnectorConfig(connector=name, host=host))
+        assert (line is not None) == said
+        assert line is None or "--kv-host 10.0.0.1" in line
+    assert open_doors_of_connector(None) is None
 
 
 @pytest.mark.parametrize("command", ["serve", "router"])

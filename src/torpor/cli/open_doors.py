@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from torpor.connectors.auth import is_loopback
+from torpor.connectors.config import ConnectorConfig
 from torpor.server.config import ServerConfig
 
 
@@ -27,6 +28,16 @@ def open_doors_of_router(url: str) -> str | None:
     return (
         f"{url} can be reached from other machines, which may use every engine that was started without "
         "--api-key-file: set it on the engines; /stats and /metrics, with the engines' addresses, are open to all"
+    )
+
+
+def open_doors_of_connector(config: ConnectorConfig | None) -> str | None:
+    """None for those whose peers prove the secret before they read anything."""
+    if config is None or config.connector != "mooncake" or is_loopback(config.host):
+        return None
+    return (
+        f"--kv-host {config.host}: Mooncake's own ports ask for no secret, and whoever reaches them reads the KV cache: use an "
+        "interface of a network you trust, or --kv-connector nixl"
     )
 
 

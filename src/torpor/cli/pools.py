@@ -18,7 +18,7 @@ COLOURS = {"resident": "green", "asleep": "blue", "partial": "red", "valid": "gr
 def pools_view(stats: Mapping[str, Any]) -> RenderableType:
     """The whole of ``GET /memory`` for a person."""
     memory = stats.get("memory") or {}
-    title = f"{stats.get('state', '?')}{' (as last known: the engine is busy)' if stats.get('stale') else ''}"
+    title = f"{stats.get('state', '?')}{' (as last known: the engine does not answer)' if stats.get('stale') else ''}"
     # Seven columns, whole in a terminal of 80.
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tag", "residency", "content"):

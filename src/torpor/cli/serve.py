@@ -15,7 +15,7 @@ from torpor.cli.console import Progress, err, guarded, warn
 from torpor.cli.early import import_early
 from torpor.cli.flags import collect, command, keyword, naming_flags
 from torpor.cli.kv_transfer import parse_kv_transfer_config
-from torpor.cli.open_doors import open_doors_of_server
+from torpor.cli.open_doors import open_doors_of_connector, open_doors_of_server
 from torpor.cli.serve_flags import SERVE_FLAGS, TRANSFER
 from torpor.cli.values import typed_option
 from torpor.connectors.config import ConnectorConfig
@@ -118,8 +118,9 @@ def serve(values: Mapping[str, Any]) -> None:
     def on_started(frontend: Any, url: str) -> None:
         collector.settle()
         err.print(startup_table(frontend.info, url))
-        if (open_to_all := open_doors_of_server(server_config, url)) is not None:
-            warn(open_to_all)
+        for open_to_others in (open_doors_of_server(server_config, url), open_doors_of_connector(config.connector)):
+            if open_to_others is not None:
+                warn(open_to_others)
 
     with naming_flags(SERVE_FLAGS, options):  # what the core says of its configuration
         stopped_by = run_server(server_config, start, on_started)
