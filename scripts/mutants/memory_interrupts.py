@@ -5,9 +5,34 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 BACKING = "src/torpor/memory/backing.py"
+KEPT_TESTS = "tests/unit/test_memory_kept_errors.py::"
 CALLS_TESTS = "tests/unit/test_memory_interrupted_calls.py::"
 
 MUTANTS = (
+    Mutant(
+        "m10-an-error-keeps-what-its-thread-had",
+        "src/torpor/memory/futures.py",
+        "    finally:\n        del error\n",
+        "    finally:\n        pass\n",
+        "after a failed load its tensors stay until somebody collects garbage",
+        KEPT_TESTS + "test_what_failed_on_a_thread_keeps_nothing",
+    ),
+    Mutant(
+        "m10-a-read-that-failed-keeps-its-targets",
+        "src/torpor/models/checkpoint.py",
+        "                while jobs:\n                    result_of(jobs.popleft())\n",
+        "                for job in jobs:\n                    job.result()\n",
+        "after weights that could not be read there is no room for others",
+        KEPT_TESTS + "test_targets_of_a_read_that_failed_die_with_their_last_name",
+    ),
+    Mutant(
+        "m10-who-waits-for-memory-keeps-the-tensors",
+        "src/torpor/memory/loading.py",
+        "                    result_of(self._taking)\n                self._state",
+        "                    taking = self._taking\n                    taking.result()\n                self._state",
+        "after a load that failed its tensors keep their regions",
+        "tests/unit/test_memory_loading_steps.py::test_m12_every_driver_call_may_fail_and_the_load_be_repeated",
+    ),
     Mutant(
         "m12-a-file-of-an-interrupted-adopt-stays",
         BACKING,

@@ -105,9 +105,13 @@ def test_other_layers_stay_as_transformers_computes_them(tmp_path: Path, started
 @pytest.mark.parametrize(("setting", "value"), [("fused_layers", "maybe"), ("deterministic", True)])
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
     save_tiny(tmp_path)
-    config = ModelConfig(source=str(tmp_path), **{setting: value})
-    with Memory(MemoryConfig(driver="host")) as memory, pytest.raises(ConfigurationError, match=setting):
+
+    def load(memory: Memory) -> None:
+        config = ModelConfig(source=str(tmp_path), **{setting: value})
         load_model(resolve_model(config), config, memory)
+
+    with Memory(MemoryConfig(driver="host")) as memory, pytest.raises(ConfigurationError, match=setting):
+        load(memory)
 
 
 def test_on_a_host_layers_are_not_fused_unless_asked(tmp_path: Path, started: Callable[..., Worker]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from torpor._native import ChunkImage, Device
 from torpor.errors import BugError, DeviceError, StateError
 from torpor.memory.backing import Backing
 from torpor.memory.clock import Phases
+from torpor.memory.futures import result_of
 from torpor.memory.image import ChunkHasher, image_of
 from torpor.memory.layout import Hashes, Mask
 from torpor.memory.shared_images import SharedImages
@@ -113,10 +115,10 @@ class ImageStore:
         images' own hashes are computed beside the copies. DeviceError when something else arrived."""
         jobs = [_Job(s, mask) for s, mask in chunks.items()]
         with ThreadPoolExecutor(1) as beside:
-            hashes = [beside.submit(self._hash_image, job) for job in jobs]
+            hashes = deque(beside.submit(self._hash_image, job) for job in jobs)
             self._device.restore_chunks(self._for_device(jobs), self._chunk_bytes, threads=self._threads)
-        for job, found in zip(jobs, hashes, strict=True):
-            job.image.hashes[job.live] = found.result()[job.live]
+        for job in jobs:
+            job.image.hashes[job.live] = result_of(hashes.popleft())[job.live]
             self._require_arrived(job, "what was loaded; load it again")
         for job in jobs:
             job.image.valid |= job.live

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torpor.errors import ConfigurationError, StateError
 from torpor.memory import tensors as views
 from torpor.memory.clock import Phases
+from torpor.memory.futures import result_of
 from torpor.memory.image import image_of
 from torpor.memory.layout import Mask, round_up
 from torpor.memory.pool import Pool
@@ -99,7 +100,7 @@ class Loading:
         """All memory is there. HostMemoryError: nothing has changed."""
         assert self._taking is not None
         with self._shared.backing.waits:
-            _raise_from(self._taking)
+            result_of(self._taking)
 
     def finish(self) -> None:
         """Copies to the device what was not told to be written, and waits until all is there and checked. HostMemoryError,
@@ -110,7 +111,7 @@ class Loading:
         with self._state:
             self._send(1)
         while self._sending:
-            _raise_from(self._sending.pop(0))
+            result_of(self._sending.pop(0))
 
     def close(self) -> None:
         """Nothing goes on any more."""
@@ -138,8 +139,6 @@ class Loading:
         place = self._places.get(index)
         if place is None:
             return
-        taking = self._taking
-        assert taking is not None
         chunks = slice(*self._chunk_range(place))
         missing = self._missing[place.segment][chunks]
         if not missing.any():
@@ -147,8 +146,8 @@ class Loading:
         with self._shared.backing.waits, self._state:
             while missing.any():
                 self.require_open()
-                if taking.done():
-                    _raise_from(taking)
+                if self._taking is not None and self._taking.done():
+                    result_of(self._taking)
                 self._state.wait(0.05)
 
     def note_written(self, index: int) -> None:
@@ -217,17 +216,6 @@ class Loading:
         loaded = _bytes_per_chunk(_merged(self._spans(segment)), len(touched), self._chunk_bytes)
         living = _bytes_per_chunk([(o, o + size) for o, size in segment.layout.pieces], len(touched), self._chunk_bytes)
         return loaded >= living
-
-
-def _raise_from(future: Future[None]) -> None:
-    """What it failed with, once it is done. An error that is kept must not keep the tensors, by a cycle through these frames."""
-    error = future.exception()
-    del future
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error
 
 
 def _span_of(place: _Place) -> tuple[int, int]:

@@ -211,6 +211,7 @@ class Sharing:
         try:
             descriptor = job.result()
         except (OSError, TorporError) as error:
+            del job  # it holds the error, and the error this frame
             self._outcome.problems.append(str(error))
             return
         self._made.discard(descriptor)

@@ -9,8 +9,9 @@ import contextlib
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from torpor.errors import ModelError
+from torpor.memory.futures import result_of
 from torpor.memory.segment import ALIGN_BYTES
 from torpor.models.checkpoint_files import (
     CHUNK_BYTES,
@@ -107,15 +109,15 @@ class Checkpoint:
 
     def _read_on_host(self, targets: Mapping[str, torch.Tensor], descriptors: Mapping[Path, int], steps: FillSteps) -> None:
         with ThreadPoolExecutor(min(MAX_READERS, usable_cores())) as pool:
-            jobs = []
+            jobs: deque[Future[None]] = deque()
             for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
                 entry = self.entries[name]
                 parts = _parts_of(entry, target)
                 progress = _Progress(name, len(parts), steps)
                 jobs += [pool.submit(_read_part, descriptors[entry.file], entry, part, progress) for part in parts]
             try:
-                for job in jobs:
-                    job.result()
+                while jobs:
+                    result_of(jobs.popleft())
             except BaseException:
                 for job in jobs:
                     job.cancel()

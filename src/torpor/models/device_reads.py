@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torpor.errors import ModelError
+from torpor.memory.futures import result_of
 from torpor.models.file_errors import naming
 
 PIECE_BYTES = 8 << 20  # page-locking costs time too: 8 readers with two of these are 128 MiB
@@ -40,8 +41,9 @@ def read_to_device(reads: Sequence[DeviceRead], readers: int) -> None:
     device = pieces[0].target.device
     torch.cuda.current_stream(device).synchronize()  # what was queued on the targets before comes before
     with ThreadPoolExecutor(count, thread_name_prefix="torpor-read") as pool:
-        for job in [pool.submit(_Lane(device).drain, pieces) for _ in range(count)]:
-            job.result()
+        jobs = deque(pool.submit(_Lane(device).drain, pieces) for _ in range(count))
+        while jobs:
+            result_of(jobs.popleft())
 
 
 def _pieces(read: DeviceRead) -> list[DeviceRead]:

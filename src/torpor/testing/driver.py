@@ -47,13 +47,15 @@ class Fault:
 
 def every_fault(ops: Sequence[Op] = tuple(Op), *, driver: str = "host", count: int = 1) -> Iterator[Fault]:
     """One fault after another, each on a device of its own that is closed after the loop's body: for every operation the 1st,
-    2nd, ... call, until a body does not reach it. A body that never enters the fault ends its operation."""
+    2nd, ... call, until a body does not reach it. A body that never enters the fault ends its operation. No garbage is collected
+    meanwhile: an error must not keep what it leaves behind in a ring of references."""
     for op in ops:
         for nth in itertools.count(1):
             device = Device.open(driver, faults=True)
             fault = Fault(device, op, nth, count)
             try:
-                yield fault
+                with _no_collection():
+                    yield fault
             except BaseException:
                 with contextlib.suppress(TorporError):  # what the body left open must not hide why it failed
                     device.close()
@@ -61,6 +63,17 @@ def every_fault(ops: Sequence[Op] = tuple(Op), *, driver: str = "host", count: i
             device.close()
             if not fault.reached:
                 break
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
