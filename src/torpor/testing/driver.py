@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from torpor._native import Device, Op
+from torpor.engine import collector
 from torpor.errors import TorporError
 from torpor.memory.procfs import open_memfds, pinned_bytes, read_mappings
 
@@ -54,7 +55,7 @@ def every_fault(ops: Sequence[Op] = tuple(Op), *, driver: str = "host", count: i
             device = Device.open(driver, faults=True)
             fault = Fault(device, op, nth, count)
             try:
-                with _no_collection():
+                with collector.paused():
                     yield fault
             except BaseException:
                 with contextlib.suppress(TorporError):  # what the body left open must not hide why it failed
@@ -63,17 +64,6 @@ def every_fault(ops: Sequence[Op] = tuple(Op), *, driver: str = "host", count: i
             device.close()
             if not fault.reached:
                 break
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
